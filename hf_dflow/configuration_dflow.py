@@ -1,0 +1,159 @@
+"""Configuration of a block-diffusion drafter with verifier relay."""
+
+from transformers import PreTrainedConfig
+
+from hf_dflow.errors import DrafterConfigError
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+INPUT_EMBEDDINGS = ("raw", "target", "own")
+OUTPUT_HEADS = ("target", "own")
+FORMAT_VERSION = 1
+
+
+class DFlowDrafterConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`DFlowDrafter`]. Keys without a sensible default (`block_size`, `mask_token_id`,
+    `target_layer_ids`, `rope_parameters`, sizes) have none: [`~DFlowDrafterConfig.check`] names what is missing.
+
+    Args:
+        vocab_size (`int`): Rows of the target's vocabulary that the drafter may propose.
+        hidden_size (`int`): Width of the draft layers; equals the target's unless the drafter owns embedding and head.
+        target_hidden_size (`int`, *optional*, defaults to `hidden_size`): Width of one tapped target state.
+        intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`):
+            As in Qwen3. `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to the even split.
+        rope_parameters (`dict`): Rotary parameters, e.g. `{"rope_type": "default", "rope_theta": 1e6}`.
+        layer_types (`list[str]`): One of `"full_attention"`, `"sliding_attention"` for each draft layer.
+        sliding_window (`int`, *optional*): Window of the sliding layers, in tokens.
+        sliding_is_causal (`bool`, *optional*, defaults to `False`):
+            Whether a sliding layer hides later positions of the block from earlier ones (z-lab's v1 format does).
+        full_is_causal (`bool`, *optional*, defaults to `False`): The same for full layers.
+        window_is_inclusive (`bool`, *optional*, defaults to `True`):
+            `|q - k| <= sliding_window` (transformers' native drafters) or `< sliding_window` (z-lab).
+        block_size (`int`): Anchor plus drafted tokens of a full block.
+        mask_token_id (`int`): Token whose input embedding fills the masked slots. Never proposed.
+        target_layer_ids (`list[int]`):
+            Tapped target layers; id *l* means `hidden_states[l + 1]` of a forward with `output_hidden_states=True`.
+        num_target_layers (`int`, *optional*): Layers of the target the drafter was made for.
+        target_name (`str`, *optional*): Name of that target; a different one gives a warning, not an error.
+        input_embedding (`str`, *optional*, defaults to `"raw"`):
+            `"raw"`: rows of the target's embedding matrix, times `input_embedding_scale`. `"target"`: what the target's
+            embedding module returns, its own scaling included. `"own"`: the drafter's matrix.
+        output_head (`str`, *optional*, defaults to `"target"`): Whose LM head turns draft states into logits.
+        input_embedding_scale, output_multiplier (`float`, *optional*, defaults to 1.0): Plain factors.
+        final_logit_softcapping (`float`, *optional*): `cap * tanh(logits / cap)` after the multiplier.
+        use_relay (`bool`, *optional*, defaults to `True`): Whether the model has relay weights.
+        relay_intermediate_size (`int`, *optional*, defaults to `hidden_size`): Width of the relay's MLP.
+        relay_hidden_act (`str`, *optional*, defaults to `"silu"`): Its activation.
+        relay_norm_affine (`bool`, *optional*, defaults to `False`): Whether the LayerNorm on relayed states has weights.
+            Width, activation and affinity are choices of this package; the paper does not state them.
+        generation_defaults (`dict`, *optional*): Fields of [`DFlowGenerationConfig`] recorded with the drafter.
+    """
+
+    model_type = "dflow_drafter"
+
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    target_hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int | None = None
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    rope_parameters: dict | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    sliding_is_causal: bool = False
+    full_is_causal: bool = False
+    window_is_inclusive: bool = True
+    block_size: int | None = None
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    target_name: str | None = None
+    input_embedding: str = "raw"
+    output_head: str = "target"
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    use_relay: bool = True
+    relay_intermediate_size: int | None = None
+    relay_hidden_act: str = "silu"
+    relay_norm_affine: bool = False
+    generation_defaults: dict | None = None
+    format_version: int = FORMAT_VERSION
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size is not None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.relay_intermediate_size is None:
+            self.relay_intermediate_size = self.hidden_size
+        super().__post_init__(**kwargs)
+
+    def check(self) -> None:
+        """Raise [`DrafterConfigError`] for the first thing that makes a drafter of this configuration impossible."""
+        if self.format_version > FORMAT_VERSION:
+            self._refuse(
+                f"format_version {self.format_version} is newer than this hf_dflow understands "
+                f"(up to {FORMAT_VERSION}); upgrade hf_dflow"
+            )
+        required = (
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings "
+            "rope_parameters layer_types block_size mask_token_id target_layer_ids"
+        )
+        for key in required.split():
+            if getattr(self, key) is None:
+                self._refuse(f"'{key}' is missing and has no safe default; add it")
+        if "rope_theta" not in self.rope_parameters:
+            self._refuse("'rope_parameters' lacks 'rope_theta' (the rotary base), which has no safe default; add it")
+        if self.block_size < 2:
+            self._refuse(f"'block_size' is {self.block_size}; a block is an anchor and at least one draft: use 2 or more")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            self._refuse(
+                f"'mask_token_id' {self.mask_token_id} has no row in a vocabulary of {self.vocab_size}; "
+                f"use an id in [0, {self.vocab_size - 1}]"
+            )
+        if len(self.layer_types) != self.num_hidden_layers:
+            self._refuse(f"'layer_types' has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
+        for layer_type in self.layer_types:
+            if layer_type not in LAYER_TYPES:
+                self._refuse(f"'layer_types' holds '{layer_type}'; allowed: {', '.join(LAYER_TYPES)}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            self._refuse("'sliding_window' is missing though 'layer_types' has sliding layers; add it")
+        self._check_target_layers()
+        self._check_choice("input_embedding", INPUT_EMBEDDINGS)
+        self._check_choice("output_head", OUTPUT_HEADS)
+        shares_width = self.input_embedding != "own" or self.output_head != "own"
+        if shares_width and self.target_hidden_size != self.hidden_size:
+            self._refuse(
+                f"'hidden_size' {self.hidden_size} differs from 'target_hidden_size' {self.target_hidden_size} while the "
+                "target's embedding or head is shared; set input_embedding and output_head to 'own', or equal widths"
+            )
+
+    def _check_target_layers(self) -> None:
+        ids = self.target_layer_ids
+        if not ids or any(not isinstance(i, int) or i < 0 for i in ids) or len(set(ids)) != len(ids):
+            self._refuse(f"'target_layer_ids' is {ids}; give distinct layer numbers, 0 is the first decoder layer")
+        if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
+            self._refuse(f"'target_layer_ids' names layer {max(ids)} of a target with {self.num_target_layers} layers")
+
+    def _check_choice(self, key: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, key) not in allowed:
+            self._refuse(f"'{key}' is '{getattr(self, key)}'; allowed: {', '.join(allowed)}")
+
+    def _refuse(self, what: str) -> None:
+        where = f"{self._name_or_path}/config.json" if self._name_or_path else "DFlowDrafterConfig"
+        raise DrafterConfigError(f"{where}: {what}.")

@@ -1,0 +1,279 @@
+"""The drafter: a DFlash backbone (arXiv 2602.06036) and DFlow's verifier relay (arXiv 2609.06498)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from hf_dflow.configuration_dflow import DFlowDrafterConfig
+
+# (layer index, keys [B, KV, L, D], values [B, KV, L, D]) of the block -> the same for all that the block may attend to,
+# the block's own rows last. Serving, training and transformers' native loop differ in nothing but this function.
+ExtendKeyValues = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# (layer index, number of keys) -> bool mask [B or 1, 1, L, keys], True where a query may look, or None for everywhere.
+MaskForLayer = Callable[[int, int], torch.Tensor | None]
+
+
+def apply_rotary(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate `states` `[B, heads, T, D]` by the cosines and sines `[B, T, D]` of their absolute positions."""
+    cos, sin = (table.unsqueeze(1) for table in rotary)
+    return states * cos + rotate_half(states) * sin
+
+
+class DFlowAttention(nn.Module):
+    """Attention of the block over context K/V and itself; context features give keys and values, never queries."""
+
+    def __init__(self, config: DFlowDrafterConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = False  # masks are always explicit
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def key_values(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]):
+        """Keys and values `[B, KV, T, D]` of `states` `[B, T, H]`."""
+        shape = (*states.shape[:-1], -1, self.head_dim)
+        keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
+        values = self.v_proj(states).view(shape).transpose(1, 2)
+        return apply_rotary(keys, rotary), values
+
+    def forward(self, hidden, rotary, extend: ExtendKeyValues, mask_for: MaskForLayer) -> torch.Tensor:
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        queries = apply_rotary(self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2), rotary)
+        keys, values = extend(self.layer_idx, *self.key_values(hidden, rotary))
+        mask = mask_for(self.layer_idx, keys.shape[-2])
+        if mask is not None and self.config._attn_implementation == "eager":  # eager adds its mask
+            mask = torch.zeros_like(mask, dtype=queries.dtype).masked_fill(~mask, torch.finfo(queries.dtype).min)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output, _ = attend(self, queries, keys, values, mask, dropout=dropout, scaling=self.scaling, is_causal=False)
+        return self.o_proj(output.reshape(*hidden.shape[:-1], -1))
+
+
+class DFlowDecoderLayer(nn.Module):
+    """One pre-norm draft layer."""
+
+    def __init__(self, config: DFlowDrafterConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DFlowAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden, rotary, extend: ExtendKeyValues, mask_for: MaskForLayer) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, extend, mask_for)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class RelayOutput(nn.Linear):
+    """The relay's last layer, told apart because it starts at zero."""
+
+
+class DFlowRelay(nn.Module):
+    """Reject-conditioned initialisation (arXiv 2609.06498): what a rejected target row adds to a slot's mask embedding.
+
+    `[beta; gamma] = MLP([E(bonus); E(first rejected draft); h])`, addition `beta * LayerNorm(h) + gamma`. The MLP's
+    last layer starts at zero, so that a converted DFlash checkpoint starts as exactly that DFlash.
+    """
+
+    def __init__(self, config: DFlowDrafterConfig):
+        super().__init__()
+        width = config.relay_intermediate_size
+        self.up_proj = nn.Linear(3 * config.hidden_size, width)
+        self.act_fn = ACT2FN[config.relay_hidden_act]
+        self.down_proj = RelayOutput(width, 2 * config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=config.relay_norm_affine)
+
+    def forward(self, states, bonus_embeds, rejected_embeds) -> torch.Tensor:
+        """`states` `[B, S, H]` (projected like context), both embeddings `[B, H]` -> additions `[B, S, H]`."""
+        pair = torch.cat([bonus_embeds, rejected_embeds], dim=-1)[:, None].expand(-1, states.shape[1], -1)
+        modulation = self.down_proj(self.act_fn(self.up_proj(torch.cat([pair, states], dim=-1))))
+        beta, gamma = modulation.chunk(2, dim=-1)
+        return beta * self.norm(states) + gamma
+
+
+class DFlowDrafter(PreTrainedModel):
+    """A block-diffusion drafter whose masked slots may start from what the verifier computed on rejected rows.
+
+    It owns neither embedding nor LM head unless its configuration says so; callers hand in the target's.
+    """
+
+    config_class = DFlowDrafterConfig
+    base_model_prefix = "drafter"
+    main_input_name = "noise_embeds"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _no_split_modules = ["DFlowDecoderLayer"]
+
+    def __init__(self, config: DFlowDrafterConfig):
+        config.check()
+        super().__init__(config)
+        taps = len(config.target_layer_ids)
+        self.fc = nn.Linear(taps * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DFlowDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.relay = DFlowRelay(config) if config.use_relay else None
+        owns_embedding, owns_head = config.input_embedding == "own", config.output_head == "own"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if owns_embedding else None
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if owns_head else None
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, RelayOutput):
+            init.zeros_(module.weight)
+            init.zeros_(module.bias)
+        else:
+            super()._init_weights(module)
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    # -- what one forward is made of
+
+    def embed(self, token_ids: torch.LongTensor, target_embedding: nn.Module) -> torch.Tensor:
+        """Input embeddings `[..., H]` of `token_ids` `[...]`, in the drafter's dtype and on its device."""
+        if self.embed_tokens is not None:
+            embeds = self.embed_tokens(token_ids.to(self.device))
+        elif self.config.input_embedding == "target":
+            embeds = target_embedding(token_ids)
+        else:
+            embeds = nn.functional.embedding(token_ids, target_embedding.weight)
+        embeds = embeds.to(device=self.device, dtype=self.dtype)
+        return embeds if self.config.input_embedding_scale == 1.0 else embeds * self.config.input_embedding_scale
+
+    def project_context(self, features: torch.Tensor) -> torch.Tensor:
+        """Context states `[B, T, H]` of tapped target states `[B, T, taps * target_hidden_size]`."""
+        return self.hidden_norm(self.fc(features.to(device=self.device, dtype=self.dtype)))
+
+    def context_key_values(self, context: torch.Tensor, position_ids: torch.LongTensor):
+        """Keys and values `[B, KV, T, D]` of each layer for context states `[B, T, H]` at `position_ids` `[B, T]`."""
+        rotary = self.rotary_emb(context, position_ids)
+        return [layer.self_attn.key_values(context, rotary) for layer in self.layers]
+
+    def draft_hidden(self, block_embeds, position_ids, extend: ExtendKeyValues, mask_for: MaskForLayer):
+        """Final states `[B, L, H]` of a block of input embeddings `[B, L, H]` at absolute `position_ids` `[B, L]`."""
+        hidden = block_embeds
+        rotary = self.rotary_emb(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, extend, mask_for)
+        return self.norm(hidden)
+
+    def compute_logits(self, hidden: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
+        """Draft logits `[..., vocab_size]` of final states `[..., H]`; rows past `vocab_size` (padding) are cut."""
+        logits = (target_head if self.lm_head is None else self.lm_head)(self._for_head(hidden, target_head))
+        logits = logits[..., : self.config.vocab_size]
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if not cap else cap * torch.tanh(logits / cap)
+
+    def _for_head(self, hidden: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
+        if self.lm_head is not None:
+            return hidden
+        weight = getattr(target_head, "weight", None)  # a quantised head may expose none, or an integer one
+        if weight is None:
+            return hidden
+        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
+        return hidden.to(device=weight.device, dtype=dtype)
+
+    def attention_mask(self, layer_idx: int, query_length: int, key_length: int, device=None) -> torch.Tensor | None:
+        """Which of the last `key_length` positions each of the last `query_length` may look at.
+
+        Returns a bool tensor `[1, 1, query_length, key_length]`, or `None` where everything is visible.
+        """
+        config = self.config
+        sliding = config.layer_types[layer_idx] == "sliding_attention"
+        causal = config.sliding_is_causal if sliding else config.full_is_causal
+        reach = (config.sliding_window if config.window_is_inclusive else config.sliding_window - 1) if sliding else None
+        if not causal and (reach is None or key_length - 1 <= reach):
+            return None
+        queries = torch.arange(key_length - query_length, key_length, device=device)[:, None]
+        distance = queries - torch.arange(key_length, device=device)[None, :]
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        if causal:
+            visible &= distance >= 0
+        if reach is not None:
+            visible &= distance.abs() <= reach
+        return visible[None, None]
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache=None,
+        past_key_values=None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        r"""
+        One plain DFlash forward, as transformers' `DFlashTokenCandidateGenerator` calls it.
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `(batch, block_size, hidden_size)`): Anchor and mask embeddings.
+            context_hidden_states (`torch.Tensor` of shape `(batch, new_context, taps * target_hidden_size)`):
+                Tapped target states of the rows accepted since the last call.
+            position_ids (`torch.LongTensor` of shape `(batch, new_context + block_size)`, *optional*):
+                Absolute positions; defaults to what follows the cache.
+            attention_mask (`torch.Tensor` of shape `(batch, total_length)`, *optional*): 0 hides left padding.
+            cache (`DFlashCache`, *optional*): Grown by context and block; the caller crops the block. Called
+                `past_key_values` before transformers 5.24.
+
+        Returns:
+            [`~modeling_outputs.BaseModelOutput`]: `last_hidden_state` of shape `(batch, block_size, hidden_size)`.
+        """
+        cache = past_key_values if cache is None else cache
+        context = self.project_context(context_hidden_states)
+        new_context, block_length = context.shape[1], noise_embeds.shape[1]
+        if position_ids is None:
+            seen = 0 if cache is None else cache.get_seq_length()
+            position_ids = seen + torch.arange(new_context + block_length, device=context.device)[None]
+        context_key_values = self.context_key_values(context, position_ids[:, :new_context])
+
+        def extend(layer_idx, keys, values):
+            context_keys, context_values = context_key_values[layer_idx]
+            keys = torch.cat([context_keys, keys], dim=-2)
+            values = torch.cat([context_values, values], dim=-2)
+            return (keys, values) if cache is None else cache.update(keys, values, layer_idx)
+
+        def mask_for(layer_idx, key_length):
+            mask = self.attention_mask(layer_idx, block_length, key_length, context.device)
+            if attention_mask is None:
+                return mask
+            unpadded = attention_mask[:, None, None, -key_length:].bool()
+            if mask is None:
+                mask = unpadded.new_ones(1, 1, block_length, key_length)
+            return mask & unpadded
+
+        block_positions = position_ids[:, new_context:]
+        hidden = self.draft_hidden(noise_embeds.to(self.dtype), block_positions, extend, mask_for)
+        return BaseModelOutput(last_hidden_state=hidden)
+
+
+__all__ = ["DFlowDrafter"]
