@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from hf_dflow.checkpoints import load_drafter
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 
 # (layer index, keys [B, KV, L, D], values [B, KV, L, D]) of the block -> the same for all that the block may attend to,
@@ -147,6 +148,11 @@ class DFlowDrafter(PreTrainedModel):
             init.zeros_(module.bias)
         else:
             super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        """As in transformers, for this package's and z-lab's format; see [`~hf_dflow.checkpoints.load_drafter`]."""
+        return load_drafter(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     def get_input_embeddings(self):
         return self.embed_tokens
