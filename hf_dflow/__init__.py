@@ -2,8 +2,44 @@
 
 from transformers import AutoConfig, AutoModel
 
+from hf_dflow._version import __version__
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
+from hf_dflow.errors import (
+    DFlowError,
+    DrafterConfigError,
+    DrafterWeightsError,
+    PairMismatchError,
+    UnsupportedGenerationError,
+)
+from hf_dflow.generation.acceptance import AcceptanceContext, AcceptanceProcessor, AcceptanceThreshold
+from hf_dflow.generation.configuration import DFlowGenerationConfig
+from hf_dflow.generation.decoder import DFlowDecoder
+from hf_dflow.generation.feedback import VerifierFeedback
+from hf_dflow.generation.output import GenerateDFlowOutput
+from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.generation.strategy import install, uninstall
 from hf_dflow.modeling_dflow import DFlowDrafter
 
 AutoConfig.register(DFlowDrafterConfig.model_type, DFlowDrafterConfig, exist_ok=True)
 AutoModel.register(DFlowDrafterConfig, DFlowDrafter, exist_ok=True)
+install()
+
+__all__ = [
+    "AcceptanceContext",
+    "AcceptanceProcessor",
+    "AcceptanceStatistics",
+    "AcceptanceThreshold",
+    "DFlowDecoder",
+    "DFlowDrafter",
+    "DFlowDrafterConfig",
+    "DFlowError",
+    "DFlowGenerationConfig",
+    "DrafterConfigError",
+    "DrafterWeightsError",
+    "GenerateDFlowOutput",
+    "PairMismatchError",
+    "UnsupportedGenerationError",
+    "VerifierFeedback",
+    "install",
+    "uninstall",
+]

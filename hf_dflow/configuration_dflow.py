@@ -50,6 +50,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
     """
 
     model_type = "dflow_drafter"
+    default_theta = None  # a guessed rotary base costs acceptance without any error
 
     vocab_size: int | None = None
     hidden_size: int | None = None
@@ -103,6 +104,11 @@ class DFlowDrafterConfig(PreTrainedConfig):
             self.relay_intermediate_size = self.hidden_size
         super().__post_init__(**kwargs)
 
+    @property
+    def window_reach(self) -> int:
+        """The largest distance that a query of a sliding layer sees."""
+        return self.sliding_window if self.window_is_inclusive else self.sliding_window - 1
+
     def check(self) -> None:
         """Raise [`DrafterConfigError`] for the first thing that makes a drafter of this configuration impossible."""
         if self.format_version > FORMAT_VERSION:
@@ -117,10 +123,15 @@ class DFlowDrafterConfig(PreTrainedConfig):
         for key in required.split():
             if getattr(self, key) is None:
                 self._refuse(f"'{key}' is missing and has no safe default; add it")
-        if "rope_theta" not in self.rope_parameters:
+        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "block_size", "mask_token_id"):
+            if not isinstance(getattr(self, key), int) or isinstance(getattr(self, key), bool):
+                self._refuse(f"'{key}' is {getattr(self, key)!r}; give a whole number")
+        if self.rope_parameters.get("rope_theta") is None:
             self._refuse("'rope_parameters' lacks 'rope_theta' (the rotary base), which has no safe default; add it")
         if self.block_size < 2:
-            self._refuse(f"'block_size' is {self.block_size}; a block is an anchor and at least one draft: use 2 or more")
+            self._refuse(
+                f"'block_size' is {self.block_size}; a block is an anchor and at least one draft: use 2 or more"
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             self._refuse(
                 f"'mask_token_id' {self.mask_token_id} has no row in a vocabulary of {self.vocab_size}; "

@@ -216,7 +216,7 @@ class DFlowDrafter(PreTrainedModel):
         config = self.config
         sliding = config.layer_types[layer_idx] == "sliding_attention"
         causal = config.sliding_is_causal if sliding else config.full_is_causal
-        reach = (config.sliding_window if config.window_is_inclusive else config.sliding_window - 1) if sliding else None
+        reach = config.window_reach if sliding else None
         if not causal and (reach is None or key_length - 1 <= reach):
             return None
         queries = torch.arange(key_length - query_length, key_length, device=device)[:, None]

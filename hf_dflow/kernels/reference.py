@@ -130,6 +130,21 @@ def verify_block(
     return BlockDecision(accepted_length, bonus_ids, probs, bonus_probs if return_residual else None)
 
 
+@torch.no_grad()
+def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw a token from the softmax of each row of logits by inverse CDF.
+
+    Args:
+        logits (`torch.Tensor` of shape `(batch, rows, vocab)`): Final logits; -inf is fine.
+        uniforms (`torch.Tensor` of shape `(batch, rows)`): Numbers in [0, 1).
+
+    Returns:
+        `torch.LongTensor` of shape `(batch, rows)`: Never a token of probability zero.
+    """
+    probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    return _draw(probs.flatten(0, 1), uniforms.flatten())[0].view(uniforms.shape)
+
+
 def _verify_greedy(
     draft_ids: torch.Tensor,  # [B, N]
     target_logits: torch.Tensor,  # [B, N + 1, V]

@@ -64,8 +64,7 @@ def block_mask(
     if config.sliding_is_causal if is_sliding else config.full_is_causal:
         visible &= distance >= 0
     if is_sliding:
-        reach = config.sliding_window if config.window_is_inclusive else config.sliding_window - 1
-        visible &= distance.abs() <= reach
+        visible &= distance.abs() <= config.window_reach
     return visible[:, None]
 
 

@@ -1,0 +1,68 @@
+"""The LogitsProcessor-style hook into drafting and acceptance, and the relaxed rule that is built on it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hf_dflow.generation.drafting import DraftBlock
+    from hf_dflow.generation.feedback import VerifierFeedback
+    from hf_dflow.generation.verification import Verification
+
+
+@dataclass(frozen=True)
+class AcceptanceContext:
+    """What a relaxed rule may look at."""
+
+    draft_ids: torch.LongTensor  # [B, N]
+    target_logits: torch.Tensor  # [B, N, V] processed; row i judges draft i
+    draft_logits: torch.Tensor  # [B, N, V] processed; the law the drafts were drawn from
+    acceptance_probs: torch.Tensor  # [B, N] what the lossless rule compares its uniforms with; 0 or 1 when greedy
+
+
+class AcceptanceProcessor:
+    """Hook into one step of `speculation_type="dflow"`. A call works on its own deep copy, so state lives one call.
+
+    Changing the *draft* distribution before sampling keeps the output law, whatever it is changed by: the same logits
+    enter sampling, ratio and residual. Changing *acceptance* does not keep it: set `is_lossy`, and output and
+    statistics will say so.
+    """
+
+    is_lossy: bool = False
+
+    def adjust_draft_logits(self, draft_logits: torch.Tensor, feedback: "VerifierFeedback | None") -> torch.Tensor:
+        """Draft logits to sample from.
+
+        Args:
+            draft_logits (`torch.Tensor` of shape `(batch, num_drafts, vocab)`): The drafter's, unprocessed.
+            feedback (`VerifierFeedback`, *optional*): Of the step before; `None` on the first.
+
+        Returns:
+            `torch.Tensor`: Of the same shape.
+        """
+        return draft_logits
+
+    def adjust_acceptance(self, context: AcceptanceContext) -> torch.Tensor:
+        """Acceptance probabilities `(batch, num_drafts)`, 0 or 1 when greedy. Asked only if `is_lossy`."""
+        return context.acceptance_probs
+
+    def observe(self, draft: "DraftBlock", verification: "Verification") -> None:
+        """Told what became of each step's drafts."""
+
+
+class AcceptanceThreshold(AcceptanceProcessor):
+    """Relaxed acceptance: a draft whose target probability reaches `threshold` is accepted. **Lossy.**
+
+    Args:
+        threshold (`float`): A probability in (0, 1].
+    """
+
+    is_lossy = True
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+
+    def adjust_acceptance(self, context: AcceptanceContext) -> torch.Tensor:
+        target_probs = context.target_logits.softmax(dim=-1).gather(-1, context.draft_ids[..., None])[..., 0]
+        return torch.where(target_probs >= self.threshold, 1.0, context.acceptance_probs)

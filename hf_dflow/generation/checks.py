@@ -1,0 +1,106 @@
+"""What is refused, and in which words, before the first forward."""
+
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+
+from hf_dflow.errors import PairMismatchError, UnsupportedGenerationError
+from hf_dflow.generation._compat import get_cache
+from hf_dflow.modeling_dflow import DFlowDrafter
+
+FLAG = 'speculation_type="dflow"'
+
+
+def check_mode(generation_config: GenerationConfig, drafter) -> None:
+    """Refuse options under which `generate` would decode in another way than asked for.
+
+    Raises:
+        UnsupportedGenerationError: Naming the option, what is allowed and what to do.
+    """
+    if drafter is None:
+        raise UnsupportedGenerationError(
+            f"{FLAG} needs a drafter: pass assistant_model=DFlowDrafter.from_pretrained(…)."
+        )
+    if not isinstance(drafter, DFlowDrafter):
+        raise UnsupportedGenerationError(
+            f"{FLAG} needs a DFlowDrafter as assistant_model, got {type(drafter).__name__}; load it with "
+            "DFlowDrafter.from_pretrained(…), or leave speculation_type out for classic assisted generation."
+        )
+    refused = {
+        "num_beams": (generation_config.num_beams or 1) > 1,
+        "num_return_sequences": (generation_config.num_return_sequences or 1) > 1,
+        "penalty_alpha": (generation_config.penalty_alpha or 0) > 0,
+        "prompt_lookup_num_tokens": generation_config.prompt_lookup_num_tokens is not None,
+        "assistant_early_exit": generation_config.assistant_early_exit is not None,
+        "use_mtp": bool(getattr(generation_config, "use_mtp", False)),
+        "dola_layers": generation_config.dola_layers is not None,
+        "constraints": generation_config.constraints is not None,
+        "force_words_ids": generation_config.force_words_ids is not None,
+        "assistant_ensemble_weight": getattr(generation_config, "assistant_ensemble_weight", None) is not None,
+        "use_cache": generation_config.use_cache is False,
+        "prefill_chunk_size": generation_config.prefill_chunk_size is not None,
+        "token_healing": bool(generation_config.token_healing),
+        "cache_implementation": generation_config.cache_implementation not in (None, "dynamic"),
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedGenerationError(
+                f"{FLAG} does not support {name}={getattr(generation_config, name)!r}: one sequence at a time, greedy or "
+                "sampled, with a dynamic cache. Leave the option out, or decode without the drafter."
+            )
+
+
+def check_call(model: PreTrainedModel, batch_size: int, synced_gpus: bool, model_kwargs: dict) -> None:
+    """Refuse inputs that this decoder cannot handle exactly.
+
+    Raises:
+        UnsupportedGenerationError: Naming the input and what to do.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedGenerationError(f"{FLAG} drafts for decoder-only models; {type(model).__name__} is not one.")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedGenerationError(
+            f"{type(model).__name__} keeps a recurrent state that rejected drafts cannot be taken out of; decode without "
+            "the drafter."
+        )
+    if batch_size != 1:
+        raise UnsupportedGenerationError(
+            f"{FLAG} decodes one sequence at a time for now, got a batch of {batch_size}; call generate for each row."
+        )
+    if synced_gpus:
+        raise UnsupportedGenerationError(f"{FLAG} does not support synced_gpus=True; set it to False.")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise UnsupportedGenerationError(f"{FLAG} does not support inputs_embeds; pass input_ids.")
+    cache = get_cache(model_kwargs)
+    if not isinstance(cache, Cache):
+        raise UnsupportedGenerationError(f"{FLAG} needs use_cache=True and a model that takes a transformers Cache.")
+    if not isinstance(cache, DynamicCache):
+        raise UnsupportedGenerationError(f"{FLAG} supports DynamicCache, got {type(cache).__name__}.")
+
+
+def check_pair(model: PreTrainedModel, drafter: DFlowDrafter) -> None:
+    """Refuse a drafter that was made for a target of another shape.
+
+    Raises:
+        PairMismatchError: Naming the first size that differs.
+    """
+    target, ours = model.config.get_text_config(), drafter.config
+    layers = target.num_hidden_layers
+    if ours.target_hidden_size != target.hidden_size:
+        _mismatch(f"hidden size {target.hidden_size}", f"{ours.target_hidden_size}")
+    if max(ours.target_layer_ids) >= layers:
+        _mismatch(f"{layers} layers", f"layer {max(ours.target_layer_ids)} (target_layer_ids)")
+    if ours.num_target_layers is not None and ours.num_target_layers != layers:
+        _mismatch(f"{layers} layers", f"{ours.num_target_layers} layers")
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    if ours.input_embedding == "raw" and embedding is None:
+        _mismatch("an input embedding without a weight matrix", "input_embedding='raw', which reads its rows")
+    if ours.input_embedding != "own" and embedding is not None and ours.mask_token_id >= embedding.shape[0]:
+        _mismatch(f"{embedding.shape[0]} embedding rows", f"mask_token_id {ours.mask_token_id}")
+    if ours.output_head == "target" and model.get_output_embeddings() is None:
+        _mismatch("no LM head", "output_head='target'")
+
+
+def _mismatch(has: str, wants: str) -> None:
+    raise PairMismatchError(
+        f"The drafter does not fit this target: the target has {has}, the drafter was made for {wants}. Load the "
+        "drafter that was trained for this very model."
+    )

@@ -1,0 +1,111 @@
+"""The options of `speculation_type="dflow"` and the one place where their precedence is decided."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_dflow.errors import UnsupportedGenerationError
+from hf_dflow.generation.acceptance import AcceptanceProcessor, AcceptanceThreshold
+from hf_dflow.modeling_dflow import DFlowDrafter
+
+SPECULATION_TYPE = "dflow"
+SAMPLING_RULES = ("token", "block")
+
+
+@dataclass
+class DFlowOptions:
+    """Resolved options of one call; see [`DFlowGenerationConfig`]."""
+
+    use_relay: bool | None = None
+    verification: str | None = None
+    num_draft_tokens: int | None = None
+    acceptance_threshold: float | None = None
+    acceptance_processors: list[AcceptanceProcessor] | None = None
+
+    @property
+    def all_processors(self) -> list[AcceptanceProcessor]:
+        """The caller's acceptance processors, and the relaxed rule behind them where a threshold is set."""
+        processors = list(self.acceptance_processors or [])
+        if self.acceptance_threshold is not None:
+            processors.append(AcceptanceThreshold(self.acceptance_threshold))
+        return processors
+
+
+OPTION_NAMES = tuple(option.name for option in fields(DFlowOptions))
+
+
+class DFlowGenerationConfig(GenerationConfig):
+    r"""
+    A [`~generation.GenerationConfig`] whose `speculation_type` is `"dflow"`. Everything a plain one takes, and:
+
+    Args:
+        use_relay (`bool`, *optional*, defaults to whether the drafter has a relay):
+            Feed rejected target rows into the next draft. Never changes the output law.
+        verification (`str`, *optional*, defaults to `"block"` when sampling):
+            `"token"` or `"block"`. Greedy decoding has one rule and ignores it. A logits processor of unknown kind
+            (it may keep state) and relaxed acceptance need `"token"`, which is then the default.
+        num_draft_tokens (`int`, *optional*, defaults to `block_size - 1`):
+            How many drafts to verify each step, at most; the drafter drafts its full block anyway.
+        acceptance_threshold (`float`, *optional*):
+            **Lossy.** Also accept a draft whose target probability is at least this.
+        acceptance_processors (`list[AcceptanceProcessor]`, *optional*): See [`AcceptanceProcessor`]. Not serialised.
+    """
+
+    def __init__(self, **kwargs):
+        options = {name: kwargs.pop(name, None) for name in OPTION_NAMES}
+        kwargs.setdefault("speculation_type", SPECULATION_TYPE)
+        super().__init__(**kwargs)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        record = super().to_dict()
+        record.pop("acceptance_processors", None)
+        return record
+
+
+def resolve_options(
+    drafter: DFlowDrafter, generation_config: GenerationConfig, overrides: dict[str, Any] | None = None
+) -> DFlowOptions:
+    """Options of one call: `overrides` > `generation_config` > the drafter's recorded defaults > the package's.
+
+    Raises:
+        UnsupportedGenerationError: An option has an impossible value for this drafter, or contradicts another.
+    """
+    sources = [overrides or {}, vars(generation_config), drafter.config.generation_defaults or {}]
+    chosen = {
+        name: next((source[name] for source in sources if source.get(name) is not None), None) for name in OPTION_NAMES
+    }
+    options = DFlowOptions(**chosen)
+    if options.use_relay is None:
+        options.use_relay = drafter.relay is not None
+    longest = drafter.config.block_size - 1
+    if options.num_draft_tokens is None:
+        options.num_draft_tokens = longest
+    _check(options, drafter, longest)
+    return options
+
+
+def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
+    if options.use_relay and drafter.relay is None:
+        raise UnsupportedGenerationError(
+            "use_relay=True, but this drafter has no relay weights; load one with a relay or leave use_relay out."
+        )
+    if options.verification is not None and options.verification not in SAMPLING_RULES:
+        raise UnsupportedGenerationError(
+            f"verification='{options.verification}' is unknown; use one of {', '.join(SAMPLING_RULES)}."
+        )
+    if not isinstance(options.num_draft_tokens, int) or not 1 <= options.num_draft_tokens <= longest:
+        raise UnsupportedGenerationError(
+            f"num_draft_tokens={options.num_draft_tokens}; this drafter's block of {longest + 1} allows 1 … {longest}."
+        )
+    threshold = options.acceptance_threshold
+    if threshold is not None and not 0.0 < threshold <= 1.0:
+        raise UnsupportedGenerationError(f"acceptance_threshold={threshold}; use a probability in (0, 1].")
+    lossy = [type(processor).__name__ for processor in options.all_processors if processor.is_lossy]
+    if lossy and options.verification == "block":
+        raise UnsupportedGenerationError(
+            f"{', '.join(lossy)} relaxes acceptance token by token, which block verification does not have; "
+            "use verification='token'."
+        )

@@ -1,0 +1,59 @@
+"""Scores, logits, states and attentions, one entry for each generated token, as plain decoding returns them."""
+
+import torch
+from transformers import Cache, GenerationConfig
+
+from hf_dflow.generation.output import GenerateDFlowOutput
+from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.generation.verification import Verification
+
+
+class Records:
+    """Collects what `return_dict_in_generate` asked for.
+
+    Args:
+        config (`GenerationConfig`): Whose `output_*` flags decide.
+    """
+
+    def __init__(self, config: GenerationConfig):
+        wanted = bool(config.return_dict_in_generate)
+        self.scores: list[torch.Tensor] | None = [] if wanted and config.output_scores else None
+        self.logits: list[torch.Tensor] | None = [] if wanted and config.output_logits else None
+        self.hidden_states: list[tuple] | None = [] if wanted and config.output_hidden_states else None
+        self.attentions: list[tuple] | None = [] if wanted and config.output_attentions else None
+
+    def scores_until(self, verification: Verification, count: int) -> tuple[torch.Tensor, ...] | None:
+        """Scores up to and including the step's `count`-th token, for stopping criteria; `None` if not collected."""
+        if self.scores is None:
+            return None
+        return (*self.scores, *verification.scores[:, :count].unbind(1))
+
+    def add(self, verification: Verification, outputs, count: int, is_prefill: bool) -> None:
+        """Add the first `count` tokens of a step."""
+        if self.scores is not None:
+            self.scores.extend(verification.scores[:, :count].unbind(1))
+        if self.logits is not None:
+            self.logits.extend(verification.raw_logits[:, :count].unbind(1))
+        if self.hidden_states is not None:
+            for i in range(count):
+                rows = slice(None) if is_prefill else slice(i, i + 1)
+                self.hidden_states.append(tuple(layer[:, rows] for layer in outputs.hidden_states))
+        if self.attentions is not None:
+            for i in range(count):
+                if is_prefill:
+                    self.attentions.append(tuple(outputs.attentions))
+                    continue
+                keys = outputs.attentions[0].shape[-1] - (outputs.attentions[0].shape[-2] - 1 - i)
+                self.attentions.append(tuple(layer[:, :, i : i + 1, :keys] for layer in outputs.attentions))
+
+    def output(
+        self, sequences: torch.LongTensor, cache: Cache, statistics: AcceptanceStatistics
+    ) -> GenerateDFlowOutput:
+        collected = {
+            name: tuple(values) if (values := getattr(self, name)) is not None else None
+            for name in ("scores", "logits", "hidden_states", "attentions")
+        }
+        cache_field = next(
+            name for name in ("cache", "past_key_values") if name in GenerateDFlowOutput.__dataclass_fields__
+        )
+        return GenerateDFlowOutput(sequences=sequences, **collected, **{cache_field: cache}, statistics=statistics)

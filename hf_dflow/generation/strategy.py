@@ -1,0 +1,72 @@
+"""The only seam into `generate`: two methods of `GenerationMixin`, wrapped once and given back on request."""
+
+import functools
+
+from transformers import GenerationMixin
+
+from hf_dflow.errors import UnsupportedGenerationError
+from hf_dflow.generation.checks import check_mode, check_pair
+from hf_dflow.generation.configuration import SPECULATION_TYPE, resolve_options
+from hf_dflow.generation.decoder import DFlowDecoder
+from hf_dflow.modeling_dflow import DFlowDrafter
+
+WRAPPED = ("_validate_generation_mode", "_assisted_decoding")
+
+
+def install() -> None:
+    """Teach `generate` the value `speculation_type="dflow"`. Done on import; doing it again changes nothing."""
+    for name in WRAPPED:
+        original = getattr(GenerationMixin, name)
+        if not hasattr(original, "_hf_dflow_original"):
+            setattr(GenerationMixin, name, _WRAPPERS[name](original))
+
+
+def uninstall() -> None:
+    """Give `generate` its own methods back."""
+    for name in WRAPPED:
+        original = getattr(getattr(GenerationMixin, name), "_hf_dflow_original", None)
+        if original is not None:
+            setattr(GenerationMixin, name, original)
+
+
+def _wrap_validation(original):
+    @functools.wraps(original)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if generation_config.speculation_type == SPECULATION_TYPE:
+            check_mode(generation_config, drafter)
+            if generation_config.num_beams in (None, 1) and generation_mode != "assisted_generation":
+                raise UnsupportedGenerationError(
+                    f'speculation_type="{SPECULATION_TYPE}" drafts for greedy decoding and sampling, but these options '
+                    f"ask for {getattr(generation_mode, 'value', generation_mode)}."
+                )
+            check_pair(self, drafter)
+            resolve_options(drafter, generation_config)
+            return None
+        if isinstance(drafter, DFlowDrafter) and generation_config.speculation_type is None:
+            raise UnsupportedGenerationError(
+                f'a DFlowDrafter as assistant_model needs speculation_type="{SPECULATION_TYPE}" (or "dflash" for '
+                "transformers' own loop without feedback)."
+            )
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    _validate_generation_mode._hf_dflow_original = original
+    return _validate_generation_mode
+
+
+def _wrap_assisted_decoding(original):
+    @functools.wraps(original)
+    def _assisted_decoding(self, input_ids, *args, generation_config=None, assistant_model=None, **kwargs):
+        if getattr(generation_config, "speculation_type", None) != SPECULATION_TYPE:
+            return original(
+                self, input_ids, *args, generation_config=generation_config, assistant_model=assistant_model, **kwargs
+            )
+        for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # generate's own, nothing for the target
+            kwargs.pop(name, None)
+        return DFlowDecoder(assistant_model)(self, input_ids, *args, generation_config=generation_config, **kwargs)
+
+    _assisted_decoding._hf_dflow_original = original
+    return _assisted_decoding
+
+
+_WRAPPERS = {"_validate_generation_mode": _wrap_validation, "_assisted_decoding": _wrap_assisted_decoding}

@@ -1,0 +1,121 @@
+"""One target forward over anchor and drafts, and what it decides."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_dflow.generation.acceptance import AcceptanceContext, AcceptanceProcessor
+from hf_dflow.generation.drafting import DraftBlock
+from hf_dflow.generation.path import PathProcessor
+from hf_dflow.kernels import verify_block
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A target forward and its decision. Row i predicts the token after draft i; row 0 is the anchor's.
+
+    With lazy processors only rows 0 … a are processed, and `scores` is that much shorter than `raw_logits`.
+    """
+
+    accepted_length: torch.LongTensor  # [B] drafts, bonus not counted
+    bonus_ids: torch.LongTensor  # [B]
+    raw_logits: torch.Tensor  # [B, N + 1, V] float32
+    scores: torch.Tensor  # [B, up to N + 1, V] float32, processed
+    features: torch.Tensor  # [B, rows, taps * target_hidden_size]; rows is N + 1, or the prompt's length at prefill
+    is_number: torch.BoolTensor  # [B] False where sampling would meet NaN
+
+
+class Verifier:
+    """Decides under one rule for one call.
+
+    Args:
+        rule (`str`): "greedy", "token" or "block".
+        path (`PathProcessor`): The call's logits processors.
+        processors (`list[AcceptanceProcessor]`): The call's acceptance processors.
+    """
+
+    def __init__(self, rule: str, path: PathProcessor, processors: list[AcceptanceProcessor]):
+        self.rule, self.path = rule, path
+        self.relaxing = [processor for processor in processors if processor.is_lossy]
+
+    def __call__(
+        self,
+        prefix_ids: torch.LongTensor,
+        draft: DraftBlock,
+        target_logits: torch.Tensor,
+        features: torch.Tensor,
+        uniforms: torch.Tensor | None,
+    ) -> Verification:
+        """Accept or reject.
+
+        Args:
+            prefix_ids (`torch.LongTensor` of shape `(B, T)`): Committed tokens.
+            draft (`DraftBlock`): N drafts, 0 at prefill.
+            target_logits (`torch.Tensor` of shape `(B, N + 1, V)`): Raw logits of anchor and drafts.
+            features (`torch.Tensor` of shape `(B, rows, taps * target_hidden_size)`): Tapped states of all rows.
+            uniforms (`torch.Tensor` of shape `(B, N + 1)`, *optional*): Numbers in [0, 1); unused when greedy.
+        """
+        raw_logits = target_logits.float()  # plain generation compares in float32, whatever the model computes in
+        path_ids = torch.cat([prefix_ids, draft.token_ids], dim=1)
+        if self.path.is_lazy:
+            accepted, bonus, scores = self._one_by_one(path_ids, draft, raw_logits, uniforms)
+        else:
+            scores = self.path.target(path_ids, raw_logits)
+            accepted, bonus = self._decide(draft.token_ids, draft.logits, scores, uniforms)
+        return Verification(
+            accepted_length=accepted,
+            bonus_ids=bonus,
+            raw_logits=raw_logits,
+            scores=scores,
+            features=features,
+            is_number=self._is_number(scores, accepted),
+        )
+
+    def _decide(
+        self,
+        draft_ids: torch.LongTensor,
+        draft_logits: torch.Tensor,
+        scores: torch.Tensor,
+        uniforms: torch.Tensor | None,
+    ) -> tuple[torch.LongTensor, torch.LongTensor]:
+        arguments = {
+            "draft_ids": draft_ids,
+            "draft_logits": draft_logits,
+            "target_logits": scores,
+            "uniforms": uniforms,
+            "rule": self.rule,
+        }
+        decision = verify_block(**arguments)
+        if self.relaxing and draft_ids.shape[1]:
+            probs = decision.acceptance_probs
+            for processor in self.relaxing:
+                probs = processor.adjust_acceptance(AcceptanceContext(draft_ids, scores[:, :-1], draft_logits, probs))
+            decision = verify_block(**arguments, acceptance_probs=probs)
+        return decision.accepted_length, decision.bonus_ids
+
+    def _one_by_one(
+        self, path_ids: torch.LongTensor, draft: DraftBlock, raw_logits: torch.Tensor, uniforms: torch.Tensor | None
+    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.Tensor]:
+        """Process a row only once all drafts before it are accepted: the processors see what plain decoding shows."""
+        num_drafts = draft.token_ids.shape[1]
+        prefix_length = path_ids.shape[1] - num_drafts
+        rows = []
+        for i in range(num_drafts + 1):
+            rows.append(self.path.target_row(path_ids[:, : prefix_length + i], raw_logits[:, i]))
+            judged = slice(i, min(i + 1, num_drafts))  # the next draft, or none behind the last
+            row_scores = torch.stack([rows[-1]] * (1 + judged.stop - judged.start), dim=1)
+            row_uniforms = None if uniforms is None else torch.cat([uniforms[:, judged], uniforms[:, -1:]], dim=1)
+            accepted, bonus = self._decide(
+                draft.token_ids[:, judged], draft.logits[:, judged], row_scores, row_uniforms
+            )
+            if i == num_drafts or not bool(accepted[0]):
+                break
+        return torch.full_like(accepted, len(rows) - 1), bonus, torch.stack(rows, dim=1)
+
+    def _is_number(self, scores: torch.Tensor, accepted: torch.LongTensor) -> torch.BoolTensor:
+        """Plain sampling refuses NaN and +inf, plain greedy decoding does not."""
+        if self.rule == "greedy":
+            return torch.ones_like(accepted, dtype=torch.bool)
+        is_judged = torch.arange(scores.shape[1], device=scores.device) <= accepted[:, None]
+        top = scores.amax(dim=-1)  # NaN wins a maximum, and a row of -inf has no law
+        return (top.isfinite() | ~is_judged).all(dim=-1)
