@@ -40,6 +40,7 @@ __all__ = [
     "PairMismatchError",
     "UnsupportedGenerationError",
     "VerifierFeedback",
+    "__version__",
     "install",
     "uninstall",
 ]

@@ -1,5 +1,7 @@
 """Configuration of a block-diffusion drafter with verifier relay."""
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from hf_dflow.errors import DrafterConfigError
@@ -8,6 +10,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 INPUT_EMBEDDINGS = ("raw", "target", "own")
 OUTPUT_HEADS = ("target", "own")
 FORMAT_VERSION = 1
+GIVEN: Any = None  # no default; `check` refuses a drafter without it
 
 
 class DFlowDrafterConfig(PreTrainedConfig):
@@ -44,37 +47,37 @@ class DFlowDrafterConfig(PreTrainedConfig):
         use_relay (`bool`, *optional*, defaults to `True`): Whether the model has relay weights.
         relay_intermediate_size (`int`, *optional*, defaults to `hidden_size`): Width of the relay's MLP.
         relay_hidden_act (`str`, *optional*, defaults to `"silu"`): Its activation.
-        relay_norm_affine (`bool`, *optional*, defaults to `False`): Whether the LayerNorm on relayed states has weights.
+        relay_norm_affine (`bool`, *optional*, defaults to `False`): LayerNorm on relayed states has weights.
             Width, activation and affinity are choices of this package; the paper does not state them.
         generation_defaults (`dict`, *optional*): Fields of [`DFlowGenerationConfig`] recorded with the drafter.
     """
 
     model_type = "dflow_drafter"
-    default_theta = None  # a guessed rotary base costs acceptance without any error
+    default_theta = GIVEN  # a guessed rotary base costs acceptance without any error
 
-    vocab_size: int | None = None
-    hidden_size: int | None = None
-    target_hidden_size: int | None = None
-    intermediate_size: int | None = None
-    num_hidden_layers: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    vocab_size: int = GIVEN
+    hidden_size: int = GIVEN
+    target_hidden_size: int = GIVEN
+    intermediate_size: int = GIVEN
+    num_hidden_layers: int = GIVEN
+    num_attention_heads: int = GIVEN
+    num_key_value_heads: int = GIVEN
+    head_dim: int = GIVEN
     hidden_act: str = "silu"
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int = GIVEN
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     attention_bias: bool = False
     attention_dropout: float = 0.0
-    rope_parameters: dict | None = None
-    layer_types: list[str] | None = None
-    sliding_window: int | None = None
+    rope_parameters: dict = GIVEN
+    layer_types: list[str] = GIVEN
+    sliding_window: int = GIVEN
     sliding_is_causal: bool = False
     full_is_causal: bool = False
     window_is_inclusive: bool = True
-    block_size: int | None = None
-    mask_token_id: int | None = None
-    target_layer_ids: list[int] | None = None
+    block_size: int = GIVEN
+    mask_token_id: int = GIVEN
+    target_layer_ids: list[int] = GIVEN
     num_target_layers: int | None = None
     target_name: str | None = None
     input_embedding: str = "raw"
@@ -83,7 +86,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     use_relay: bool = True
-    relay_intermediate_size: int | None = None
+    relay_intermediate_size: int = GIVEN
     relay_hidden_act: str = "silu"
     relay_norm_affine: bool = False
     generation_defaults: dict | None = None
@@ -150,8 +153,8 @@ class DFlowDrafterConfig(PreTrainedConfig):
         shares_width = self.input_embedding != "own" or self.output_head != "own"
         if shares_width and self.target_hidden_size != self.hidden_size:
             self._refuse(
-                f"'hidden_size' {self.hidden_size} differs from 'target_hidden_size' {self.target_hidden_size} while the "
-                "target's embedding or head is shared; set input_embedding and output_head to 'own', or equal widths"
+                f"'hidden_size' {self.hidden_size} differs from 'target_hidden_size' {self.target_hidden_size} while "
+                "the target's embedding or head is shared; set input_embedding and output_head to 'own'"
             )
 
     def _check_target_layers(self) -> None:

@@ -1,6 +1,7 @@
 """The drafter: a DFlash backbone (arXiv 2602.06036) and DFlow's verifier relay (arXiv 2609.06498)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -133,10 +134,10 @@ class DFlowDrafter(PreTrainedModel):
         taps = len(config.target_layer_ids)
         self.fc = nn.Linear(taps * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([DFlowDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers: Any = nn.ModuleList([DFlowDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.relay = DFlowRelay(config) if config.use_relay else None
+        self.rotary_emb = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]  # it reads rope_parameters and sizes
+        self.relay: Any = DFlowRelay(config) if config.use_relay else None
         owns_embedding, owns_head = config.input_embedding == "own", config.output_head == "own"
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if owns_embedding else None
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if owns_head else None
@@ -162,7 +163,7 @@ class DFlowDrafter(PreTrainedModel):
 
     # -- what one forward is made of
 
-    def embed(self, token_ids: torch.LongTensor, target_embedding: nn.Module) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, target_embedding: Any) -> torch.Tensor:
         """Input embeddings `[..., H]` of `token_ids` `[...]`, in the drafter's dtype and on its device."""
         if self.embed_tokens is not None:
             embeds = self.embed_tokens(token_ids.to(self.device))
@@ -177,7 +178,7 @@ class DFlowDrafter(PreTrainedModel):
         """Context states `[B, T, H]` of tapped target states `[B, T, taps * target_hidden_size]`."""
         return self.hidden_norm(self.fc(features.to(device=self.device, dtype=self.dtype)))
 
-    def context_key_values(self, context: torch.Tensor, position_ids: torch.LongTensor):
+    def context_key_values(self, context: torch.Tensor, position_ids: torch.Tensor):
         """Keys and values `[B, KV, T, D]` of each layer for context states `[B, T, H]` at `position_ids` `[B, T]`."""
         rotary = self.rotary_emb(context, position_ids)
         return [layer.self_attn.key_values(context, rotary) for layer in self.layers]
@@ -232,7 +233,7 @@ class DFlowDrafter(PreTrainedModel):
         self,
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         cache=None,
         past_key_values=None,

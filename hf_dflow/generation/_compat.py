@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
     _prepare_position_ids,
@@ -37,8 +37,8 @@ def crop(cache: Cache, rows: int) -> None:
 
 
 def model_inputs(
-    model: PreTrainedModel,
-    token_ids: torch.LongTensor,
+    model: Any,
+    token_ids: torch.Tensor,
     model_kwargs: dict[str, Any],
     *,
     new_tokens: int | None,
@@ -67,7 +67,7 @@ def model_inputs(
     return inputs
 
 
-def advance(model: PreTrainedModel, outputs, model_kwargs: dict[str, Any], new_tokens: int) -> dict[str, Any]:
+def advance(model: Any, outputs, model_kwargs: dict[str, Any], new_tokens: int) -> dict[str, Any]:
     """Model keyword arguments after `new_tokens` tokens were committed."""
     return model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=new_tokens)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class AcceptanceContext:
     """What a relaxed rule may look at."""
 
-    draft_ids: torch.LongTensor  # [B, N]
+    draft_ids: torch.Tensor  # [B, N]
     target_logits: torch.Tensor  # [B, N, V] processed; row i judges draft i
     draft_logits: torch.Tensor  # [B, N, V] processed; the law the drafts were drawn from
     acceptance_probs: torch.Tensor  # [B, N] what the lossless rule compares its uniforms with; 0 or 1 when greedy

@@ -43,8 +43,8 @@ def check_mode(generation_config: GenerationConfig, drafter) -> None:
     for name, is_refused in refused.items():
         if is_refused:
             raise UnsupportedGenerationError(
-                f"{FLAG} does not support {name}={getattr(generation_config, name)!r}: one sequence at a time, greedy or "
-                "sampled, with a dynamic cache. Leave the option out, or decode without the drafter."
+                f"{FLAG} does not support {name}={getattr(generation_config, name)!r}: one sequence at a time, greedy "
+                "or sampled, with a dynamic cache. Leave the option out, or decode without the drafter."
             )
 
 
@@ -58,8 +58,8 @@ def check_call(model: PreTrainedModel, batch_size: int, synced_gpus: bool, model
         raise UnsupportedGenerationError(f"{FLAG} drafts for decoder-only models; {type(model).__name__} is not one.")
     if getattr(model, "_is_stateful", False):
         raise UnsupportedGenerationError(
-            f"{type(model).__name__} keeps a recurrent state that rejected drafts cannot be taken out of; decode without "
-            "the drafter."
+            f"{type(model).__name__} keeps a recurrent state that rejected drafts cannot be taken out of; decode "
+            "without the drafter."
         )
     if batch_size != 1:
         raise UnsupportedGenerationError(

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class DecodeState:
     """Everything that changes from step to step."""
 
-    input_ids: torch.LongTensor  # [B, T] committed tokens, padding included
+    input_ids: torch.Tensor  # [B, T] committed tokens, padding included
     model_kwargs: dict[str, Any]  # the target's mask, positions and cache, for T tokens
     next_position: int  # absolute position of the next row the target computes, padding not counted
     padding: int  # left padding of the prompt
@@ -50,7 +50,7 @@ class DecodeState:
 class Emission:
     """What of a step enters the output."""
 
-    new_ids: torch.LongTensor  # [B, n]
+    new_ids: torch.Tensor  # [B, n]
     tokens: list[int]  # the same on the host
     accepted: int  # how many of them are drafts
     is_last: bool
@@ -83,14 +83,14 @@ class DFlowDecoder:
     def __call__(
         self,
         model: PreTrainedModel,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         generation_config: GenerationConfig | None = None,
         synced_gpus: bool = False,
         streamer=None,
         **model_kwargs,
-    ) -> GenerateDFlowOutput | torch.LongTensor:
+    ) -> GenerateDFlowOutput | torch.Tensor:
         """Decode; arguments are what `generate` hands to a decoding method.
 
         Returns:
@@ -142,7 +142,7 @@ class _Call:
         self.verifier = Verifier(self._rule(path, processors), path, processors)
         self.stop = StopPlan(stopping_criteria, generation_config.max_length)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.device = embedding.weight.device if hasattr(embedding, "weight") else model.device
+        self.device = model.device
         self.session = DraftSession(
             drafter,
             embedding,
@@ -155,7 +155,7 @@ class _Call:
         )
         self.records = Records(generation_config)
 
-    def run(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> GenerateDFlowOutput | torch.LongTensor:
+    def run(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> GenerateDFlowOutput | torch.Tensor:
         state = self._start(input_ids, model_kwargs)
         while not state.is_finished:
             draft_uniforms, verify_uniforms = self._uniforms(num_drafts := self._num_drafts(state))
@@ -178,7 +178,7 @@ class _Call:
 
     # -- the lines of the loop
 
-    def _start(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> DecodeState:
+    def _start(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> DecodeState:
         cache = _compat.get_cache(model_kwargs)
         assert cache is not None  # checked before
         cache.activate_past_recording()
@@ -241,8 +241,8 @@ class _Call:
         outputs = self.model(**{**inputs, "output_hidden_states": True})
         if state.is_prefill and not _compat.is_croppable(state.cache):
             raise UnsupportedGenerationError(
-                f"{type(self.model).__name__} has layers that rejected drafts cannot be taken out of; decode without the "
-                "drafter."
+                f"{type(self.model).__name__} has layers that rejected drafts cannot be taken out of; decode without "
+                "the drafter."
             )
         verification = self.verifier(
             state.input_ids,
@@ -274,7 +274,7 @@ class _Call:
             )
             state.can_draft = False
         new_ids = torch.cat([draft.token_ids[:, :accepted], verification.bonus_ids[:, None]], dim=1)
-        new_tokens = draft_tokens[:accepted] + [bonus]
+        new_tokens = [*draft_tokens[:accepted], bonus]
         count, is_last = self.stop.clip(
             state.input_ids, new_ids, new_tokens, lambda count: self.records.scores_until(verification, count)
         )
@@ -312,7 +312,7 @@ class _Call:
 
     # -- helpers
 
-    def _result(self, state: DecodeState) -> GenerateDFlowOutput | torch.LongTensor:
+    def _result(self, state: DecodeState) -> GenerateDFlowOutput | torch.Tensor:
         state.statistics.per_row = [copy.copy(state.statistics)]
         if not self.config.return_dict_in_generate:
             return state.input_ids

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class DraftBlock:
     """N drafted tokens; N is 0 where there was nothing to draft."""
 
-    token_ids: torch.LongTensor  # [B, N]
+    token_ids: torch.Tensor  # [B, N]
     logits: torch.Tensor  # [B, N, V] processed, float32: the law that `token_ids` were drawn from
-    is_finite: torch.BoolTensor  # [B] False where the drafter produced NaN or inf; its tokens are then arbitrary
+    is_finite: torch.Tensor  # [B] False where the drafter produced NaN or inf; its tokens are then arbitrary
 
 
 class DraftSession:
@@ -72,7 +72,7 @@ class DraftSession:
 
     def draft(
         self,
-        prefix_ids: torch.LongTensor,
+        prefix_ids: torch.Tensor,
         anchor_position: int,
         num_drafts: int,
         feedback: "VerifierFeedback | None",
@@ -100,7 +100,7 @@ class DraftSession:
         return DraftBlock(token_ids, logits, is_finite)
 
     def block_logits(
-        self, anchor_ids: torch.LongTensor, anchor_position: int, feedback: "VerifierFeedback | None"
+        self, anchor_ids: torch.Tensor, anchor_position: int, feedback: "VerifierFeedback | None"
     ) -> torch.Tensor:
         """Unprocessed draft logits `[B, L - 1, vocab]` of one drafter forward."""
         drafter = self.drafter
@@ -132,13 +132,13 @@ class DraftSession:
         return logits[..., : self.vocab_size]
 
     def _hide_missing_tokens(self, logits: torch.Tensor) -> torch.Tensor:
-        """Give target tokens outside the drafter's vocabulary a draft probability of zero; verification reaches them."""
+        """Give target tokens that the drafter does not know a draft probability of zero; verification reaches them."""
         missing = self.vocab_size - logits.shape[-1]
         return nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _choose(
-        self, prefix_ids: torch.LongTensor, logits: torch.Tensor, uniforms: torch.Tensor | None
-    ) -> tuple[torch.LongTensor, torch.Tensor]:
+        self, prefix_ids: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft tokens `[B, N]` and the processed logits `[B, N, V]` they were drawn from."""
         if self.path.drafts_at_once:
             logits = self.path.drafts(logits)
@@ -151,6 +151,6 @@ class DraftSession:
         return path_ids[:, prefix_ids.shape[1] :], torch.cat(rows, dim=1)
 
 
-def _pick(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.LongTensor:
+def _pick(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
     """Most likely tokens, or draws at `uniforms` `[B, N]`, of `logits` `[B, N, V]`."""
     return logits.argmax(dim=-1) if uniforms is None else draw_tokens(logits, uniforms)

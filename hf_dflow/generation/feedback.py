@@ -18,10 +18,10 @@ class VerifierFeedback:
     """
 
     features: torch.Tensor  # [B, N, taps * target_hidden_size]; entry i feeds slot i + 1
-    is_fed: torch.BoolTensor  # [B, N]
-    bonus_ids: torch.LongTensor  # [B] the next anchor
-    rejected_ids: torch.LongTensor  # [B] the first rejected draft; meaningless where nothing is fed
-    accepted_length: torch.LongTensor  # [B]
+    is_fed: torch.Tensor  # [B, N]
+    bonus_ids: torch.Tensor  # [B] the next anchor
+    rejected_ids: torch.Tensor  # [B] the first rejected draft; meaningless where nothing is fed
+    accepted_length: torch.Tensor  # [B]
     # Only for acceptance processors, which may want them; the relay does not.
     target_logits: torch.Tensor | None  # [B, N, V] raw, of the same rows: what follows a wrong prefix
     draft_logits: torch.Tensor | None  # [B, N, V] what the drafter said of the slots' positions one step ago

@@ -1,5 +1,7 @@
 """Logits processors along a draft path."""
 
+from typing import Any
+
 import torch
 from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessorList
@@ -52,25 +54,25 @@ class PathProcessor:
     """
 
     def __init__(self, processors: LogitsProcessorList):
-        self.processors = processors
+        self.processors: Any = processors  # transformers annotates its tensors more narrowly than torch returns them
         self.unknown = [type(p).__name__ for p in processors if type(p) not in PURE]
         self.is_lazy = bool(self.unknown)
-        self._for_drafts = LogitsProcessorList(p for p in processors if type(p) in PURE)
+        self._for_drafts: Any = LogitsProcessorList(p for p in processors if type(p) in PURE)
         self.drafts_at_once = all(type(p) in POSITION_INDEPENDENT for p in self._for_drafts)
 
     def drafts(self, logits: torch.Tensor) -> torch.Tensor:
         """Process draft logits `[B, N, V]` of all positions; only where `drafts_at_once`."""
         return _all_at_once(self._for_drafts, logits)
 
-    def draft_row(self, prefix_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+    def draft_row(self, prefix_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Process draft logits `[B, V]` that follow `prefix_ids` `[B, T]`."""
         return self._for_drafts(prefix_ids, logits)
 
-    def target_row(self, prefix_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+    def target_row(self, prefix_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Process target logits `[B, V]` that follow `prefix_ids` `[B, T]`."""
         return self.processors(prefix_ids, logits.clone())
 
-    def target(self, path_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+    def target(self, path_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Process target logits `[B, N + 1, V]`; `path_ids` `[B, T + N]` are prefix and drafts. Never when lazy."""
         if self.drafts_at_once:
             return _all_at_once(self.processors, logits)
@@ -80,7 +82,7 @@ class PathProcessor:
         )
 
 
-def _all_at_once(processors: LogitsProcessorList, logits: torch.Tensor) -> torch.Tensor:
+def _all_at_once(processors: Any, logits: torch.Tensor) -> torch.Tensor:
     if not processors or not logits.numel():
         return logits
     flat = logits.flatten(0, 1).clone()

@@ -1,8 +1,11 @@
 """Scores, logits, states and attentions, one entry for each generated token, as plain decoding returns them."""
 
+from typing import Any
+
 import torch
 from transformers import Cache, GenerationConfig
 
+from hf_dflow.generation._compat import CACHE_NAMES
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.generation.verification import Verification
@@ -46,14 +49,11 @@ class Records:
                 keys = outputs.attentions[0].shape[-1] - (outputs.attentions[0].shape[-2] - 1 - i)
                 self.attentions.append(tuple(layer[:, :, i : i + 1, :keys] for layer in outputs.attentions))
 
-    def output(
-        self, sequences: torch.LongTensor, cache: Cache, statistics: AcceptanceStatistics
-    ) -> GenerateDFlowOutput:
-        collected = {
-            name: tuple(values) if (values := getattr(self, name)) is not None else None
+    def output(self, sequences: torch.Tensor, cache: Cache, statistics: AcceptanceStatistics) -> GenerateDFlowOutput:
+        collected: dict[str, Any] = {
+            name: None if getattr(self, name) is None else tuple(getattr(self, name))
             for name in ("scores", "logits", "hidden_states", "attentions")
         }
-        cache_field = next(
-            name for name in ("cache", "past_key_values") if name in GenerateDFlowOutput.__dataclass_fields__
-        )
-        return GenerateDFlowOutput(sequences=sequences, **collected, **{cache_field: cache}, statistics=statistics)
+        cache_field = next(name for name in CACHE_NAMES if name in GenerateDFlowOutput.__dataclass_fields__)
+        collected[cache_field] = cache
+        return GenerateDFlowOutput(sequences=sequences, statistics=statistics, **collected)  # type: ignore[arg-type]

@@ -17,8 +17,9 @@ class DraftCache:
 
     def __init__(self, drafter: DFlowDrafter):
         self._drafter = drafter
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # per layer [B, KV, capacity, D]
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # per layer [B, KV, capacity, D]
         self.length = 0  # context rows held
+        self._next_position = 0
         config = drafter.config
         self._reaches = [config.window_reach if kind == "sliding_attention" else None for kind in config.layer_types]
 
@@ -48,7 +49,7 @@ class DraftCache:
 
     def _write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         end = self.length + keys.shape[2]
-        if self._buffers is None:
+        if not self._buffers:
             self._buffers = [(keys[:, :, :0], values[:, :, :0])] * len(self._reaches)
         held_keys, held_values = self._buffers[layer_idx]
         if held_keys.shape[2] < end:
@@ -62,7 +63,7 @@ class DraftCache:
         held_values[:, :, self.length : end] = values
 
 
-def shift_left(rows: torch.Tensor, shift: torch.LongTensor) -> tuple[torch.Tensor, torch.BoolTensor]:
+def shift_left(rows: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Move row `shift[b] + i` of each batch entry to index `i`.
 
     Args:
@@ -70,7 +71,7 @@ def shift_left(rows: torch.Tensor, shift: torch.LongTensor) -> tuple[torch.Tenso
         shift (`torch.LongTensor` of shape `(B,)`): By how much.
 
     Returns:
-        `tuple[torch.Tensor, torch.BoolTensor]`: The moved rows, same shape, and `(B, T)` which of them exist.
+        `tuple[torch.Tensor, torch.Tensor]`: The moved rows, same shape, and `(B, T)` which of them exist.
     """
     source = shift[:, None] + torch.arange(rows.shape[1], device=rows.device)
     exists = source < rows.shape[1]

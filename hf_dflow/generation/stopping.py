@@ -29,7 +29,7 @@ class StopPlan:
                 self.asks_criteria = True
 
     def clip(
-        self, prefix_ids: torch.LongTensor, new_ids: torch.LongTensor, new_tokens: list[int], scores_until
+        self, prefix_ids: torch.Tensor, new_ids: torch.Tensor, new_tokens: list[int], scores_until
     ) -> tuple[int, bool]:
         """How many of the new tokens are emitted, and whether the sequence ends there.
 

@@ -1,6 +1,7 @@
 """The only seam into `generate`: two methods of `GenerationMixin`, wrapped once and given back on request."""
 
 import functools
+from typing import Any
 
 from transformers import GenerationMixin
 
@@ -29,6 +30,11 @@ def uninstall() -> None:
             setattr(GenerationMixin, name, original)
 
 
+def _remember(wrapper: Any, original):
+    wrapper._hf_dflow_original = original
+    return wrapper
+
+
 def _wrap_validation(original):
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
@@ -50,8 +56,7 @@ def _wrap_validation(original):
             )
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
-    _validate_generation_mode._hf_dflow_original = original
-    return _validate_generation_mode
+    return _remember(_validate_generation_mode, original)
 
 
 def _wrap_assisted_decoding(original):
@@ -63,10 +68,10 @@ def _wrap_assisted_decoding(original):
             )
         for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # generate's own, nothing for the target
             kwargs.pop(name, None)
-        return DFlowDecoder(assistant_model)(self, input_ids, *args, generation_config=generation_config, **kwargs)
+        decoder: Any = DFlowDecoder(assistant_model)
+        return decoder(self, input_ids, *args, generation_config=generation_config, **kwargs)
 
-    _assisted_decoding._hf_dflow_original = original
-    return _assisted_decoding
+    return _remember(_assisted_decoding, original)
 
 
 _WRAPPERS = {"_validate_generation_mode": _wrap_validation, "_assisted_decoding": _wrap_assisted_decoding}

@@ -1,6 +1,7 @@
 """One target forward over anchor and drafts, and what it decides."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,12 +18,12 @@ class Verification:
     With lazy processors only rows 0 … a are processed, and `scores` is that much shorter than `raw_logits`.
     """
 
-    accepted_length: torch.LongTensor  # [B] drafts, bonus not counted
-    bonus_ids: torch.LongTensor  # [B]
+    accepted_length: torch.Tensor  # [B] drafts, bonus not counted
+    bonus_ids: torch.Tensor  # [B]
     raw_logits: torch.Tensor  # [B, N + 1, V] float32
     scores: torch.Tensor  # [B, up to N + 1, V] float32, processed
     features: torch.Tensor  # [B, rows, taps * target_hidden_size]; rows is N + 1, or the prompt's length at prefill
-    is_number: torch.BoolTensor  # [B] False where sampling would meet NaN
+    is_number: torch.Tensor  # [B] False where sampling would meet NaN
 
 
 class Verifier:
@@ -40,7 +41,7 @@ class Verifier:
 
     def __call__(
         self,
-        prefix_ids: torch.LongTensor,
+        prefix_ids: torch.Tensor,
         draft: DraftBlock,
         target_logits: torch.Tensor,
         features: torch.Tensor,
@@ -73,12 +74,12 @@ class Verifier:
 
     def _decide(
         self,
-        draft_ids: torch.LongTensor,
+        draft_ids: torch.Tensor,
         draft_logits: torch.Tensor,
         scores: torch.Tensor,
         uniforms: torch.Tensor | None,
-    ) -> tuple[torch.LongTensor, torch.LongTensor]:
-        arguments = {
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments: dict[str, Any] = {
             "draft_ids": draft_ids,
             "draft_logits": draft_logits,
             "target_logits": scores,
@@ -94,8 +95,8 @@ class Verifier:
         return decision.accepted_length, decision.bonus_ids
 
     def _one_by_one(
-        self, path_ids: torch.LongTensor, draft: DraftBlock, raw_logits: torch.Tensor, uniforms: torch.Tensor | None
-    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.Tensor]:
+        self, path_ids: torch.Tensor, draft: DraftBlock, raw_logits: torch.Tensor, uniforms: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Process a row only once all drafts before it are accepted: the processors see what plain decoding shows."""
         num_drafts = draft.token_ids.shape[1]
         prefix_length = path_ids.shape[1] - num_drafts
@@ -112,7 +113,7 @@ class Verifier:
                 break
         return torch.full_like(accepted, len(rows) - 1), bonus, torch.stack(rows, dim=1)
 
-    def _is_number(self, scores: torch.Tensor, accepted: torch.LongTensor) -> torch.BoolTensor:
+    def _is_number(self, scores: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         """Plain sampling refuses NaN and +inf, plain greedy decoding does not."""
         if self.rule == "greedy":
             return torch.ones_like(accepted, dtype=torch.bool)

@@ -32,7 +32,7 @@ def main(target: str, data: Path, config: Path, output: Path, features: Path, th
     ]
     tokens, steps, first_right = (sum(values) for values in zip(*counts, strict=True))
     print(f"held-out greedy answers, relay off: {tokens / steps:.3f} tokens per step, first {first_right / steps:.3f}")
-    trainer.drafter.to(torch.bfloat16).save_pretrained(output / "drafter")
+    trainer.drafter.bfloat16().save_pretrained(output / "drafter")
 
 
 typer.run(main)

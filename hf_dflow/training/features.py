@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,8 +31,7 @@ class FeatureStore:
         self.target = target
         self.layer_ids = layer_ids
         self.width = len(layer_ids) * target.config.hidden_size
-        lengths = [len(row.token_ids) for row in rows]
-        self.starts = np.concatenate([[0], np.cumsum(lengths)])
+        self.starts = [0, *accumulate(len(row.token_ids) for row in rows)]
         self._provenance_path = folder / "features.json"
         folder.mkdir(parents=True, exist_ok=True)
         provenance = {
@@ -38,15 +39,15 @@ class FeatureStore:
             "target": _fingerprint(target),
             "layer_ids": layer_ids,
         }
-        self._state = {**provenance, "rows_done": 0}
+        self._state: dict[str, Any] = {**provenance, "rows_done": 0}
         if self._provenance_path.exists():
             found = json.loads(self._provenance_path.read_text())
             differing = [key for key in provenance if found.get(key) != provenance[key]]
             if differing:
                 raise DFlowError(f"{folder} holds features of other {', '.join(differing)}; use an empty folder")
             self._state = found
-        mode = "r+" if (folder / "features.f32").exists() else "w+"
-        shape = (int(self.starts[-1]), self.width)
+        mode: Literal["r+", "w+"] = "r+" if (folder / "features.f32").exists() else "w+"
+        shape = (self.starts[-1], self.width)
         self.features = np.memmap(folder / "features.f32", dtype=np.float32, mode=mode, shape=shape)
 
     def __getitem__(self, index: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ class CandidateVocabulary:
         num_others (`int`): Random other tokens drawn with each call of `sample`.
     """
 
-    def __init__(self, data_ids: torch.LongTensor, vocab_size: int, num_others: int):
+    def __init__(self, data_ids: torch.Tensor, vocab_size: int, num_others: int):
         self.data_ids = data_ids
         is_other = torch.ones(vocab_size, dtype=torch.bool)
         is_other[data_ids] = False
@@ -27,19 +27,19 @@ class CandidateVocabulary:
         self.index_of = torch.full((vocab_size,), IGNORED)
         self.index_of[data_ids] = torch.arange(len(data_ids))
 
-    def sample(self, generator: torch.Generator) -> torch.LongTensor:
+    def sample(self, generator: torch.Generator) -> torch.Tensor:
         """Candidate ids `[K + num_others]`; the first K are always the data's."""
         chosen = torch.randperm(len(self.other_ids), generator=generator)[: self.num_others]
         return torch.cat([self.data_ids, self.other_ids[chosen]])
 
-    def relabel(self, labels: torch.LongTensor) -> torch.LongTensor:
+    def relabel(self, labels: torch.Tensor) -> torch.Tensor:
         """Vocabulary ids to candidate indices, same shape; ignored labels stay ignored."""
         return torch.where(labels == IGNORED, IGNORED, self.index_of[labels.clamp(min=0)])
 
 
 def decayed_cross_entropy(
     hidden: torch.Tensor,
-    labels: torch.LongTensor,
+    labels: torch.Tensor,
     head_weight: torch.Tensor,
     decay: float,
 ) -> torch.Tensor:

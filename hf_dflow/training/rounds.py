@@ -1,6 +1,7 @@
 """Training rounds: one masked-block round, then reject-conditioned rounds on the drafter's own proposals."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +15,8 @@ IGNORED = -100
 class Sequences:
     """A few training rows, padded on the right. S is the longest row."""
 
-    token_ids: torch.LongTensor  # [R, S]
-    lengths: torch.LongTensor  # [R]
+    token_ids: torch.Tensor  # [R, S]
+    lengths: torch.Tensor  # [R]
     features: torch.Tensor  # [R, S, taps * target_hidden_size]
 
 
@@ -23,8 +24,8 @@ class Sequences:
 class Anchors:
     """A blocks to draft, any number a sequence."""
 
-    row: torch.LongTensor  # [A] which sequence
-    position: torch.LongTensor  # [A] the anchor's absolute position
+    row: torch.Tensor  # [A] which sequence
+    position: torch.Tensor  # [A] the anchor's absolute position
 
 
 @dataclass
@@ -32,9 +33,9 @@ class Relayed:
     """What the frozen target computed on the rejected rows of the round before, shifted to the slots it feeds."""
 
     features: torch.Tensor  # [A, N, taps * target_hidden_size]; slot i is row i - 1
-    is_fed: torch.BoolTensor  # [A, N]
-    bonus_ids: torch.LongTensor  # [A]
-    rejected_ids: torch.LongTensor  # [A]
+    is_fed: torch.Tensor  # [A, N]
+    bonus_ids: torch.Tensor  # [A]
+    rejected_ids: torch.Tensor  # [A]
 
 
 @dataclass
@@ -42,11 +43,11 @@ class RoundResult:
     """Draft states of all slots and what they should have said."""
 
     hidden: torch.Tensor  # [A, N, H]
-    labels: torch.LongTensor  # [A, N], IGNORED past the end of the sequence
+    labels: torch.Tensor  # [A, N], IGNORED past the end of the sequence
 
 
 def block_mask(
-    drafter: DFlowDrafter, layer_idx: int, anchor_positions: torch.LongTensor, context_length: int
+    drafter: DFlowDrafter, layer_idx: int, anchor_positions: torch.Tensor, context_length: int
 ) -> torch.Tensor:
     """Bool mask `[A, 1, L, context_length + L]`: a block sees the context before its anchor, and itself.
 
@@ -70,7 +71,7 @@ def block_mask(
 
 def draft_round(
     drafter: DFlowDrafter,
-    target: nn.Module,
+    target: Any,
     sequences: Sequences,
     anchors: Anchors,
     relayed: Relayed | None = None,
@@ -114,7 +115,7 @@ def draft_round(
     return RoundResult(hidden=hidden[:, 1:], labels=labels)
 
 
-def relay_additions(drafter: DFlowDrafter, target: nn.Module, relayed: Relayed) -> torch.Tensor:
+def relay_additions(drafter: DFlowDrafter, target: Any, relayed: Relayed) -> torch.Tensor:
     """Additions `[A, N, H]` to the mask embeddings of slots 1 … N; zero where nothing is fed."""
     embedding = target.get_input_embeddings()
     additions = drafter.relay(
@@ -127,7 +128,7 @@ def relay_additions(drafter: DFlowDrafter, target: nn.Module, relayed: Relayed) 
 
 @torch.no_grad()
 def next_round(
-    drafter: DFlowDrafter, target: nn.Module, sequences: Sequences, anchors: Anchors, result: RoundResult
+    drafter: DFlowDrafter, target: Any, sequences: Sequences, anchors: Anchors, result: RoundResult
 ) -> tuple[Anchors, Relayed]:
     """Run the round's greedy proposals through the frozen target and step every anchor along its trajectory.
 
@@ -152,14 +153,14 @@ def next_round(
 
 
 def proposal_features(
-    drafter: DFlowDrafter, target: nn.Module, sequences: Sequences, anchors: Anchors, proposals: torch.LongTensor
+    drafter: DFlowDrafter, target: Any, sequences: Sequences, anchors: Anchors, proposals: torch.Tensor
 ) -> torch.Tensor:
     """Tapped target states `[A, N + 1, taps * H]` of every block `[anchor, proposals]`, one target pass a sequence.
 
     The pass runs over the sequence followed by all its blocks; a block sees the sequence before its anchor and itself.
     """
     block_length = proposals.shape[1] + 1
-    output = None
+    output = sequences.features.new_empty(len(anchors.row), block_length, sequences.features.shape[-1])
     for row in anchors.row.unique().tolist():
         members = (anchors.row == row).nonzero()[:, 0]
         length = int(sequences.lengths[row])
@@ -182,7 +183,5 @@ def proposal_features(
             logits_to_keep=1,
         ).hidden_states
         features = torch.cat([states[i + 1][0, length:] for i in drafter.config.target_layer_ids], dim=-1)
-        if output is None:
-            output = features.new_empty(len(anchors.row), block_length, features.shape[-1])
         output[members] = features.view(len(members), block_length, -1)
     return output
