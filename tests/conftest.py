@@ -1,0 +1,12 @@
+"""Offline, one thread, `tests/` importable."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test may reach the network
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+torch.set_num_threads(1)

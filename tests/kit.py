@@ -1,0 +1,262 @@
+"""Tiny targets of several families, and drafters whose every proposal is scripted through the product's interface.
+
+A random toy drafter is never accepted, so that clipping and rollback bugs look absent. The scripted ones know what the
+target says alone (`follow`) and decide by absolute position what to propose.
+"""
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowDrafterConfig
+
+VOCAB_SIZE = 64
+HIDDEN_SIZE = 32
+MASK_TOKEN_ID = VOCAB_SIZE - 1
+WINDOW = 8  # of the sliding families: shorter than every test's context
+WIDE = 0.3  # standard deviation of weights: with the usual 0.02 a tiny model repeats one token for ever
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma", "gemma_sliding", "mistral_sliding")
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _target_config(family: str, **overrides):
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "initializer_range": WIDE,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    modern = {
+        **common,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "rope_parameters": dict(ROPE),
+        "tie_word_embeddings": False,
+    }
+    if family == "llama":
+        return LlamaConfig(**{**modern, **overrides})
+    if family == "qwen3":
+        return Qwen3Config(**{**modern, "tie_word_embeddings": True, "initializer_range": 2 * WIDE, **overrides})
+    if family == "gpt2":
+        gpt2 = {"n_embd": HIDDEN_SIZE, "n_layer": 3, "n_head": 4, "n_positions": 256, "tie_word_embeddings": False}
+        return GPT2Config(**{**common, **gpt2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **overrides})
+    if family in ("gemma", "gemma_sliding"):
+        gemma = {
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": WINDOW if family == "gemma_sliding" else 4096,
+        }
+        return Gemma2Config(**{**modern, **gemma, **overrides})
+    if family == "mistral_sliding":
+        return MistralConfig(**{**modern, "sliding_window": WINDOW, **overrides})
+    raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
+
+
+def tiny_target(family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides):
+    """A random causal language model of `family`, on CPU with eager attention; `overrides` are config fields.
+
+    Heads are untied but for Qwen3's, because most tiny tied models only repeat themselves.
+
+    It never says `MASK_TOKEN_ID`, which no drafter may propose, so that an oracle can propose everything it says.
+    """
+    config = _target_config(family, **overrides)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        target = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        target.get_output_embeddings().weight[MASK_TOKEN_ID] *= 0.01
+    target.generation_config.pad_token_id = 0
+    return target.to(dtype).eval().requires_grad_(False)
+
+
+def tiny_drafter(
+    target: PreTrainedModel,
+    block_size: int = 8,
+    relay: str | None = "random",
+    *,
+    drafter_class: type[DFlowDrafter] = DFlowDrafter,
+    seed: int = 1,
+    dtype: torch.dtype | None = None,
+    **overrides,
+) -> DFlowDrafter:
+    """A drafter that fits `target`, in the target's dtype; `overrides` are config fields.
+
+    Args:
+        relay (`str`, *optional*): "random": weights large enough to change drafts; "zero": as initialised; None: no
+            relay weights at all.
+    """
+    text_config = target.config.get_text_config()
+    fields = {
+        "vocab_size": text_config.vocab_size,
+        "hidden_size": text_config.hidden_size,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "rope_parameters": dict(ROPE),
+        "layer_types": ["full_attention"] * 2,
+        "block_size": block_size,
+        "mask_token_id": MASK_TOKEN_ID,
+        "target_layer_ids": [0, text_config.num_hidden_layers - 2],
+        "num_target_layers": text_config.num_hidden_layers,
+        "initializer_range": WIDE,
+        "use_relay": relay is not None,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = DFlowDrafterConfig(**{**fields, **overrides})
+        drafter = drafter_class._from_config(config, attn_implementation="eager")
+        if relay == "random":
+            with torch.no_grad():
+                drafter.relay.down_proj.weight.normal_(0.0, WIDE)
+                drafter.relay.down_proj.bias.normal_(0.0, WIDE)
+    return drafter.to(dtype or target.dtype).eval().requires_grad_(False)
+
+
+class ScriptedDrafter(DFlowDrafter):
+    """Runs the real forward, then lets `scripted_logits` rewrite the logits by absolute position.
+
+    Position and call number travel in two extra channels of the draft states, so that a script needs no state of its
+    own between `draft_hidden` and `compute_logits`. Padding is not counted in positions.
+    """
+
+    def follow(self, sequence, prompt_length: int = 1):
+        """Tell the script the whole text, as a list or a `[1, T]` tensor of ids without padding. Returns `self`."""
+        self.sequence = torch.as_tensor(sequence).flatten().tolist()
+        self.prompt_length = prompt_length
+        self.anchor_positions: list[int] = []  # one for each drafter forward since then
+        if self.config.mask_token_id in self.sequence[prompt_length:]:
+            raise ValueError("the followed text holds the mask token, which no drafter may propose")
+        return self
+
+    def draft_hidden(self, block_embeds, position_ids, extend, mask_for):
+        hidden = super().draft_hidden(block_embeds, position_ids, extend, mask_for)
+        anchor = int(position_ids[0, 0])
+        if anchor == self.prompt_length:  # the first step of a call
+            self.anchor_positions = []
+        step = torch.full_like(position_ids, len(self.anchor_positions))
+        self.anchor_positions.append(anchor)
+        marks = torch.stack([position_ids, torch.arange(len(position_ids[0])).expand_as(position_ids), step], dim=-1)
+        return torch.cat([hidden, marks.to(hidden.dtype)], dim=-1)
+
+    def compute_logits(self, hidden, target_head):
+        logits = super().compute_logits(hidden[..., :-3], target_head)
+        for row in range(logits.shape[0]):
+            for i, (position, slot, step) in enumerate(hidden[row, :, -3:].long().tolist()):
+                right = self.sequence[position] if position < len(self.sequence) else 0
+                logits[row, i] = self.scripted_logits(logits[row, i], right, slot=slot, step=step)
+        return logits
+
+    def scripted_logits(self, logits: torch.Tensor, right: int, *, slot: int, step: int) -> torch.Tensor:
+        """Logits `[V]` of one slot (1 is the first draft), given the real ones and the followed text's token."""
+        raise NotImplementedError
+
+    def _say(self, logits: torch.Tensor, token: int) -> torch.Tensor:
+        said = torch.tanh(logits)  # a law with weight on every token
+        said[token] = 4.0
+        return said
+
+    def _wrong(self, right: int) -> int:
+        return (right + 1) % self.config.mask_token_id
+
+
+class OracleDrafter(ScriptedDrafter):
+    """Always proposes what the followed text says."""
+
+    def scripted_logits(self, logits, right, *, slot, step):
+        return self._say(logits, right)
+
+
+class HostileDrafter(ScriptedDrafter):
+    """Never proposes what the followed text says."""
+
+    def scripted_logits(self, logits, right, *, slot, step):
+        return self._say(logits, self._wrong(right))
+
+
+class PatternDrafter(ScriptedDrafter):
+    """Right for as many slots as `pattern` says for the step (repeated without end), then wrong."""
+
+    pattern: list[int] = [0]
+
+    def scripted_logits(self, logits, right, *, slot, step):
+        is_right = slot <= self.pattern[step % len(self.pattern)]
+        return self._say(logits, right if is_right else self._wrong(right))
+
+
+class NudgedDrafter(ScriptedDrafter):
+    """The real drafter, relay included, pushed towards the followed text: its own states decide how far it gets."""
+
+    nudge: float = 3.0
+
+    def scripted_logits(self, logits, right, *, slot, step):
+        nudged = logits / logits.std()
+        nudged[right] += self.nudge
+        return nudged
+
+
+def plain_greedy(target, input_ids: torch.Tensor, max_new_tokens: int, **kwargs):
+    """What `target` says alone: `[1, T + max_new_tokens]`, or the output object with `return_dict_in_generate`."""
+    return target.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False, **kwargs)
+
+
+def dflow_greedy(target, drafter, input_ids: torch.Tensor, **kwargs):
+    """The output object of a greedy `speculation_type="dflow"` call."""
+    kwargs.setdefault("return_dict_in_generate", True)
+    return target.generate(input_ids, assistant_model=drafter, speculation_type="dflow", do_sample=False, **kwargs)
+
+
+def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
+    """A random prompt `[1, length]` without padding and mask ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, MASK_TOKEN_ID, (1, length), generator=generator)
+
+
+def scripted(
+    drafter_class: type[ScriptedDrafter],
+    target,
+    input_ids: torch.Tensor,
+    max_new_tokens: int,
+    *,
+    block_size: int = 8,
+    pattern: list[int] | None = None,
+    **overrides,
+) -> ScriptedDrafter:
+    """A scripted drafter that follows `target`'s own greedy text after `input_ids` `[1, T]` (given without padding).
+
+    The text is a block longer than `max_new_tokens`, so that drafts past the end are right as well.
+    """
+    drafter = tiny_drafter(target, block_size, drafter_class=drafter_class, **overrides)
+    if pattern is not None:
+        drafter.pattern = pattern
+    text = plain_greedy(target, input_ids, max_new_tokens + block_size)
+    return drafter.follow(text, input_ids.shape[1])
+
+
+def assert_not_vacuous(statistics: AcceptanceStatistics) -> None:
+    """A block with two or more accepted drafts (one where blocks hold one draft) and a partial rejection happened.
+
+    The last step does not count as a rejection: the end of the text may have cut it.
+    """
+    steps = list(zip(statistics.per_step_accepted, statistics.per_step_drafted, strict=True))
+    several = min(2, max(drafted for _, drafted in steps))
+    assert any(accepted >= several for accepted, _ in steps), f"no block with {several} accepted drafts: {steps}"
+    least = 1 if several == 2 else 0
+    rejected = [accepted for accepted, drafted in steps[:-1] if accepted < drafted]
+    assert any(accepted >= least for accepted in rejected), f"no partial rejection: {steps}"
