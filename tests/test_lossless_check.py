@@ -1,0 +1,110 @@
+"""The user's own check tells rounding from a fault."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kit import OracleDrafter, PatternDrafter, assert_not_vacuous, plain_greedy, prompt_of, scripted, tiny_target
+
+from hf_dflow.bench.lossless import FAULT, IDENTICAL, NEAR_TIE, compare_with_plain
+from hf_dflow.generation import _compat
+
+NEW_TOKENS, MARGIN = 40, 0.1
+PATTERN = [7, 2, 0, 3, 5, 1]
+
+
+def _pair(dtype=torch.float64, **overrides):
+    target, prompt = tiny_target("llama", dtype=dtype, **overrides), prompt_of(9)
+    return target, scripted(PatternDrafter, target, prompt, NEW_TOKENS, pattern=PATTERN), prompt
+
+
+def test_float64_is_identical():
+    """Catches a comparer that reports differences where there are none, or compares a call with itself."""
+    target, drafter, prompt = _pair()
+    report = compare_with_plain(target, drafter, prompt, NEW_TOKENS, margin=MARGIN)
+    assert report.identical and report.verdict == IDENTICAL == str(report)
+    assert_not_vacuous(report.statistics)
+
+
+def test_processors_and_padding_are_taken_into_account():
+    """Catches a comparer that drops keyword arguments or the mask."""
+    target, _, prompt = _pair()
+    inputs = {
+        "input_ids": torch.cat([torch.zeros(1, 3, dtype=torch.long), prompt], dim=1),
+        "attention_mask": torch.tensor([[0] * 3 + [1] * prompt.shape[1]]),
+    }
+    drafter = scripted(OracleDrafter, target, prompt, NEW_TOKENS)
+    kwargs = {"repetition_penalty": 1.3}
+    drafter.follow(plain_greedy(target, prompt, NEW_TOKENS + 8, **kwargs), prompt.shape[1])
+    report = compare_with_plain(target, drafter, inputs, NEW_TOKENS, **kwargs)
+    assert report.identical
+    assert report.statistics.mean_accepted_length > 2
+
+
+def test_a_broken_rollback_is_a_fault(monkeypatch):
+    """Catches a comparer that excuses a state bug: here one rejected row stays in the target's cache."""
+    target, drafter, prompt = _pair()
+    whole_crop = _compat.crop
+    monkeypatch.setattr(_compat, "crop", lambda cache, rows: whole_crop(cache, max(0, rows - 1)))
+    report = compare_with_plain(target, drafter, prompt, NEW_TOKENS, margin=MARGIN)
+    assert not report.identical and report.verdict == FAULT
+    assert report.gap > MARGIN and report.gap >= report.margin > 0
+    assert report.plain_token == int(plain_greedy(target, prompt, NEW_TOKENS)[0, prompt.shape[1] + report.position])
+    assert FAULT in str(report) and str(report.plain_token) in str(report)
+
+
+def test_a_fault_at_a_processed_row_is_measured_on_processed_logits(monkeypatch):
+    """Catches a margin read from raw logits: there the banned token would look like the better one."""
+    target, _, prompt = _pair()
+    banned = int(plain_greedy(target, prompt, 1)[0, -1])
+    drafter = scripted(OracleDrafter, target, prompt, NEW_TOKENS)
+
+    def emit_banned(self, input_ids, model_kwargs):
+        sequences = torch.cat([input_ids, torch.full((1, NEW_TOKENS), banned)], dim=1)
+        return SimpleNamespace(sequences=sequences, statistics=SimpleNamespace(lossless=True))
+
+    monkeypatch.setattr("hf_dflow.generation.decoder._Call.run", emit_banned)
+    report = compare_with_plain(target, drafter, prompt, NEW_TOKENS, suppress_tokens=[banned])
+    assert report.verdict == FAULT and report.position == 0 and report.gap == float("inf")
+
+
+def test_an_early_end_is_a_fault(monkeypatch):
+    """Catches a comparer that stops looking where the shorter text ends."""
+    target, drafter, prompt = _pair()
+    monkeypatch.setattr(
+        "hf_dflow.generation.stopping.StopPlan.clip", lambda self, prefix, ids, tokens, scores: (1, True)
+    )
+    report = compare_with_plain(target, drafter, prompt, NEW_TOKENS)
+    assert not report.identical and report.verdict == FAULT and report.position == 1 and report.margin is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bfloat16_differs_at_near_ties_only(seed):
+    """Catches a state bug that only low precision shows; rounding may flip a tie, and the bound says how wide."""
+    target, drafter, prompt = _pair(torch.bfloat16, vocab_size=64)
+    prompt = prompt_of(11, seed)
+    drafter.follow(plain_greedy(target, prompt, NEW_TOKENS + 8), prompt.shape[1])
+    report = compare_with_plain(target, drafter, prompt, NEW_TOKENS, margin=MARGIN)
+    assert report.verdict in (IDENTICAL, NEAR_TIE), str(report)
+    assert report.identical or report.gap <= MARGIN
+
+
+def test_near_tie_is_told_from_fault_by_the_gap(monkeypatch):
+    """Catches a verdict that ignores the bound: the same difference is a near tie under a generous one."""
+    target, drafter, prompt = _pair()
+    whole_crop = _compat.crop
+    monkeypatch.setattr(_compat, "crop", lambda cache, rows: whole_crop(cache, max(0, rows - 1)))
+    fault = compare_with_plain(target, drafter, prompt, NEW_TOKENS, margin=MARGIN)
+    assert compare_with_plain(target, drafter, prompt, NEW_TOKENS, margin=fault.gap + 1e-9).verdict == NEAR_TIE
+
+
+def test_refusals():
+    """Catches a comparison where no single right text exists."""
+    target, drafter, prompt = _pair()
+    with pytest.raises(ValueError, match="greedy"):
+        compare_with_plain(target, drafter, prompt, 4, do_sample=True)
+    with pytest.raises(ValueError, match="one sequence"):
+        compare_with_plain(target, drafter, prompt.repeat(2, 1), 4)
+    drafter.config.generation_defaults = {"acceptance_threshold": 0.5}
+    with pytest.raises(ValueError, match="relaxed"):
+        compare_with_plain(target, drafter, prompt, 4)
