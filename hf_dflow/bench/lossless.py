@@ -80,8 +80,9 @@ def compare_with_plain(
     if kwargs.get("do_sample"):
         raise ValueError("compare_with_plain compares greedy texts; leave do_sample out.")
     kwargs |= {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
-    plain = model.generate(**inputs, **kwargs)
-    ours = model.generate(**inputs, **kwargs, assistant_model=drafter, speculation_type=SPECULATION_TYPE)
+    generate: Any = model.generate
+    plain = generate(**inputs, **kwargs)
+    ours = generate(**inputs, **kwargs, assistant_model=drafter, speculation_type=SPECULATION_TYPE)
     if not ours.statistics.lossless:
         raise ValueError("compare_with_plain judges lossless decoding, but a relaxed acceptance rule is on.")
     prompt_length = inputs["input_ids"].shape[1]
@@ -92,7 +93,7 @@ def compare_with_plain(
     cut = next((i for i, (left, right) in pairs if left != right), None)
     if cut is None:
         return LosslessReport(False, FAULT, min(len(alone), len(drafted)) - prompt_length, statistics=ours.statistics)
-    recorded = model.generate(**inputs, **{**kwargs, "output_scores": True, "output_logits": True})
+    recorded = generate(**inputs, **{**kwargs, "output_scores": True, "output_logits": True})
     step = cut - prompt_length
     logits = _uncached_logits(model, plain.sequences[:, :cut], inputs)
     logits += (recorded.scores[step] - recorded.logits[step])[0].to(logits)  # what the logits processors did there
