@@ -21,7 +21,7 @@ class DraftBlock:
     """N drafted tokens; N is 0 where there was nothing to draft."""
 
     token_ids: torch.Tensor  # [B, N]
-    logits: torch.Tensor  # [B, N, V] processed, float32: the law that `token_ids` were drawn from
+    logits: torch.Tensor  # [B, N, V] processed, float32 or float64: the law that `token_ids` were drawn from
     is_finite: torch.Tensor  # [B] False where the drafter produced NaN or inf; its tokens are then arbitrary
 
 
@@ -88,7 +88,8 @@ class DraftSession:
             uniforms (`torch.Tensor` of shape `(B, N)`, *optional*): Numbers in [0, 1); `None` drafts the most likely.
         """
         logits = self.block_logits(prefix_ids[:, -1], anchor_position, feedback)[:, :num_drafts]
-        logits = self._to_target_vocabulary(logits.to(device=self.device, dtype=torch.float32))
+        wide = torch.promote_types(logits.dtype, torch.float32)  # verification computes as wide as the draft law is
+        logits = self._to_target_vocabulary(logits.to(device=self.device, dtype=wide))
         is_finite = logits.isfinite().all(dim=-1).all(dim=-1)
         logits = torch.where(is_finite[:, None, None], logits, 0.0)
         if self.drafter.config.mask_token_id < self.vocab_size:
