@@ -48,11 +48,11 @@ def check_mode(generation_config: GenerationConfig, drafter) -> None:
             )
 
 
-def check_call(model: PreTrainedModel, batch_size: int, synced_gpus: bool, model_kwargs: dict) -> None:
-    """Refuse inputs that this decoder cannot handle exactly.
+def check_target(model: PreTrainedModel) -> None:
+    """Refuse models that rejected drafts cannot be taken out of.
 
     Raises:
-        UnsupportedGenerationError: Naming the input and what to do.
+        UnsupportedGenerationError: Naming the model's class.
     """
     if model.config.is_encoder_decoder:
         raise UnsupportedGenerationError(f"{FLAG} drafts for decoder-only models; {type(model).__name__} is not one.")
@@ -61,6 +61,14 @@ def check_call(model: PreTrainedModel, batch_size: int, synced_gpus: bool, model
             f"{type(model).__name__} keeps a recurrent state that rejected drafts cannot be taken out of; decode "
             "without the drafter."
         )
+
+
+def check_call(batch_size: int, synced_gpus: bool, model_kwargs: dict) -> None:
+    """Refuse inputs that this decoder cannot handle exactly.
+
+    Raises:
+        UnsupportedGenerationError: Naming the input and what to do.
+    """
     if batch_size != 1:
         raise UnsupportedGenerationError(
             f"{FLAG} decodes one sequence at a time for now, got a batch of {batch_size}; call generate for each row."

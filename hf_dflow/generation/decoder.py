@@ -10,7 +10,7 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTraine
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import _compat
-from hf_dflow.generation.checks import check_call, check_mode, check_pair
+from hf_dflow.generation.checks import check_call, check_mode, check_pair, check_target
 from hf_dflow.generation.configuration import DFlowOptions, resolve_options
 from hf_dflow.generation.drafting import DraftBlock, DraftSession
 from hf_dflow.generation.feedback import VerifierFeedback, make_feedback
@@ -102,7 +102,8 @@ class DFlowDecoder:
         if generation_config is None:
             raise TypeError("DFlowDecoder is called by generate(custom_generate=DFlowDecoder(drafter)), not by hand.")
         check_mode(generation_config, self.drafter)
-        check_call(model, input_ids.shape[0], synced_gpus, model_kwargs)
+        check_target(model)
+        check_call(input_ids.shape[0], synced_gpus, model_kwargs)
         check_pair(model, self.drafter)
         if streamer is None and self.streamer is not None:
             streamer = self.streamer

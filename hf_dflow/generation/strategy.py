@@ -6,7 +6,7 @@ from typing import Any
 from transformers import GenerationMixin
 
 from hf_dflow.errors import UnsupportedGenerationError
-from hf_dflow.generation.checks import check_mode, check_pair
+from hf_dflow.generation.checks import check_mode, check_pair, check_target
 from hf_dflow.generation.configuration import SPECULATION_TYPE, resolve_options
 from hf_dflow.generation.decoder import DFlowDecoder
 from hf_dflow.modeling_dflow import DFlowDrafter
@@ -41,15 +41,21 @@ def _wrap_validation(original):
         drafter = generation_mode_kwargs.get("assistant_model")
         if generation_config.speculation_type == SPECULATION_TYPE:
             check_mode(generation_config, drafter)
+            if "assistant_tokenizer" in generation_mode_kwargs:
+                raise UnsupportedGenerationError(
+                    f'speculation_type="{SPECULATION_TYPE}" does not support assistant_tokenizer: a drafter speaks its '
+                    "target's own token ids. Leave it out."
+                )
             if generation_config.num_beams in (None, 1) and generation_mode != "assisted_generation":
                 raise UnsupportedGenerationError(
                     f'speculation_type="{SPECULATION_TYPE}" drafts for greedy decoding and sampling, but these options '
                     f"ask for {getattr(generation_mode, 'value', generation_mode)}."
                 )
+            check_target(self)  # here too: generate runs an encoder before it decodes
             check_pair(self, drafter)
             resolve_options(drafter, generation_config)
             return None
-        if isinstance(drafter, DFlowDrafter) and generation_config.speculation_type is None:
+        if isinstance(drafter, DFlowDrafter) and generation_config.speculation_type != "dflash":
             raise UnsupportedGenerationError(
                 f'a DFlowDrafter as assistant_model needs speculation_type="{SPECULATION_TYPE}" (or "dflash" for '
                 "transformers' own loop without feedback)."
