@@ -1,5 +1,6 @@
 """Configuration of a block-diffusion drafter with verifier relay."""
 
+import warnings
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -140,6 +141,14 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 f"'mask_token_id' {self.mask_token_id} has no row in a vocabulary of {self.vocab_size}; "
                 f"use an id in [0, {self.vocab_size - 1}]"
             )
+        eos_ids = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        for name, special_ids in (("eos_token_id", eos_ids), ("pad_token_id", [self.pad_token_id])):
+            if self.mask_token_id in special_ids:
+                warnings.warn(
+                    f"{self._where()}: 'mask_token_id' {self.mask_token_id} equals '{name}'. A mask token is never "
+                    "proposed, so the drafter will not propose that token either; check the file.",
+                    stacklevel=2,
+                )
         if len(self.layer_types) != self.num_hidden_layers:
             self._refuse(f"'layer_types' has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
         for layer_type in self.layer_types:
@@ -169,5 +178,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
             self._refuse(f"'{key}' is '{getattr(self, key)}'; allowed: {', '.join(allowed)}")
 
     def _refuse(self, what: str) -> None:
-        where = f"{self._name_or_path}/config.json" if self._name_or_path else "DFlowDrafterConfig"
-        raise DrafterConfigError(f"{where}: {what}.")
+        raise DrafterConfigError(f"{self._where()}: {what}.")
+
+    def _where(self) -> str:
+        return f"{self._name_or_path}/config.json" if self._name_or_path else "DFlowDrafterConfig"

@@ -4,7 +4,6 @@ The format's own reader fills gaps with guesses (block 16, evenly spread layer i
 A drafter built on a wrong guess still runs and merely drafts badly, so a gap is an error here.
 """
 
-import warnings
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -97,7 +96,6 @@ class _Reader:
         except (StrictDataclassError, TypeError, ValueError) as error:
             raise DrafterConfigError(f"{self.where}: {error}") from error
         config.check()
-        self.warn_about_mask_token(config)
         return config
 
     def check_format(self) -> None:
@@ -196,16 +194,6 @@ class _Reader:
             "sliding_is_causal": causal["sliding_attention"],
             "full_is_causal": causal["full_attention"],
         }
-
-    def warn_about_mask_token(self, config: DFlowDrafterConfig) -> None:
-        eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        for name, ids in (("eos_token_id", eos), ("pad_token_id", [config.pad_token_id])):
-            if config.mask_token_id in ids:
-                warnings.warn(
-                    f"{self.where}: 'mask_token_id' {config.mask_token_id} equals '{name}'. A mask token is never "
-                    f"proposed, so the drafter will not propose that token either; check the file.",
-                    stacklevel=2,
-                )
 
 
 __all__ = ["convert_config", "matches"]
