@@ -140,8 +140,8 @@ class _Call:
         path = PathProcessor(logits_processor)
         processors = copy.deepcopy(options.all_processors)  # what they learn belongs to this call
         self.processors = processors
-        self.verifier = Verifier(self._rule(path, processors), path, processors)
         self.stop = StopPlan(stopping_criteria, generation_config.max_length)
+        self.verifier = Verifier(self._rule(path, processors), path, processors, self.stop.eos_ids)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.device = model.device
         self.session = DraftSession(
@@ -217,11 +217,12 @@ class _Call:
     def _uniforms(self, num_drafts: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Fresh random numbers for N drafts, N acceptance tests and the bonus; greedy decoding draws none.
 
-        float64: a float32 uniform moves in steps of 6e-8, as large as the rarest tokens' probabilities.
+        float64 where there is one: a float32 uniform moves in steps of 6e-8, as large as rare tokens' probabilities.
         """
         if not self.do_sample:
             return None, None
-        uniforms = torch.rand(1, 2 * num_drafts + 1, dtype=torch.float64).to(self.device)
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        uniforms = torch.rand(1, 2 * num_drafts + 1, dtype=dtype, device=self.device)
         return uniforms[:, :num_drafts], uniforms[:, num_drafts:]
 
     def _draft(self, state: DecodeState, num_drafts: int, uniforms: torch.Tensor | None) -> DraftBlock:

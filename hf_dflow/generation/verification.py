@@ -15,7 +15,7 @@ from hf_dflow.kernels import verify_block
 class Verification:
     """A target forward and its decision. Row i predicts the token after draft i; row 0 is the anchor's.
 
-    With lazy processors only rows 0 … a are processed, and `scores` is that much shorter than `raw_logits`.
+    With lazy processors `scores` has only the rows that plain decoding would have processed.
     """
 
     accepted_length: torch.Tensor  # [B] drafts, bonus not counted
@@ -33,10 +33,11 @@ class Verifier:
         rule (`str`): "greedy", "token" or "block".
         path (`PathProcessor`): The call's logits processors.
         processors (`list[AcceptanceProcessor]`): The call's acceptance processors.
+        eos_ids (`set[int]`): Tokens that end the sequence.
     """
 
-    def __init__(self, rule: str, path: PathProcessor, processors: list[AcceptanceProcessor]):
-        self.rule, self.path = rule, path
+    def __init__(self, rule: str, path: PathProcessor, processors: list[AcceptanceProcessor], eos_ids: set[int]):
+        self.rule, self.path, self.eos_ids = rule, path, eos_ids
         self.relaxing = [processor for processor in processors if processor.is_lossy]
 
     def __call__(
@@ -100,18 +101,22 @@ class Verifier:
         """Process a row only once all drafts before it are accepted: the processors see what plain decoding shows."""
         num_drafts = draft.token_ids.shape[1]
         prefix_length = path_ids.shape[1] - num_drafts
-        rows = []
-        for i in range(num_drafts + 1):
-            rows.append(self.path.target_row(path_ids[:, : prefix_length + i], raw_logits[:, i]))
-            judged = slice(i, min(i + 1, num_drafts))  # the next draft, or none behind the last
+        rows: list[torch.Tensor] = []
+        count = 0  # drafts accepted so far
+        while True:
+            rows.append(self.path.target_row(path_ids[:, : prefix_length + count], raw_logits[:, count]))
+            judged = slice(count, min(count + 1, num_drafts))  # the next draft, or none behind the last
             row_scores = torch.stack([rows[-1]] * (1 + judged.stop - judged.start), dim=1)
             row_uniforms = None if uniforms is None else torch.cat([uniforms[:, judged], uniforms[:, -1:]], dim=1)
             accepted, bonus = self._decide(
                 draft.token_ids[:, judged], draft.logits[:, judged], row_scores, row_uniforms
             )
-            if i == num_drafts or not bool(accepted[0]):
+            if not int(accepted[0]):
                 break
-        return torch.full_like(accepted, len(rows) - 1), bonus, torch.stack(rows, dim=1)
+            count += 1
+            if int(draft.token_ids[0, count - 1]) in self.eos_ids:  # a grammar must not be asked what follows the end
+                break
+        return torch.full_like(accepted, count), bonus, torch.stack(rows, dim=1)
 
     def _is_number(self, scores: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         """Plain sampling refuses NaN and +inf, plain greedy decoding does not."""
