@@ -39,13 +39,10 @@ def _wrap_validation(original):
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         drafter = generation_mode_kwargs.get("assistant_model")
-        if generation_config.speculation_type == SPECULATION_TYPE:
+        # A callable custom_generate is handed none of generate's own arguments, and DFlowDecoder checks for itself.
+        is_custom = "synced_gpus" not in generation_mode_kwargs
+        if generation_config.speculation_type == SPECULATION_TYPE and not is_custom:
             check_mode(generation_config, drafter)
-            if "assistant_tokenizer" in generation_mode_kwargs:
-                raise UnsupportedGenerationError(
-                    f'speculation_type="{SPECULATION_TYPE}" does not support assistant_tokenizer: a drafter speaks its '
-                    "target's own token ids. Leave it out."
-                )
             if generation_config.num_beams in (None, 1) and generation_mode != "assisted_generation":
                 raise UnsupportedGenerationError(
                     f'speculation_type="{SPECULATION_TYPE}" drafts for greedy decoding and sampling, but these options '

@@ -1,0 +1,187 @@
+"""What is refused is refused by name, in one line, before the target computes anything."""
+
+import pytest
+import torch
+from kit import MASK_TOKEN_ID, VOCAB_SIZE, prompt_of, tiny_drafter, tiny_target
+from transformers import StaticCache, T5Config, T5ForConditionalGeneration
+
+from hf_dflow import DFlowDecoder, DFlowGenerationConfig, PairMismatchError, UnsupportedGenerationError
+
+# Options of generate, and the word that the error must contain.
+OPTIONS = {
+    "num_beams": ({"num_beams": 2}, "num_beams"),
+    "sampled beams": ({"num_beams": 2, "do_sample": True}, "num_beams"),
+    "num_return_sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
+    "early exit": ({"assistant_early_exit": 2}, "assistant_early_exit"),
+    "multi-token prediction": ({"use_mtp": True}, "use_mtp"),
+    "DoLa": ({"dola_layers": "low"}, "dola_layers"),
+    "ensemble": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
+    "token healing": ({"token_healing": True}, "token_healing"),
+    "no cache": ({"use_cache": False}, "use_cache"),
+    "static cache": ({"cache_implementation": "static"}, "cache_implementation"),
+    "offloaded cache": ({"cache_implementation": "offloaded"}, "cache_implementation"),
+    "quantized cache": ({"cache_implementation": "quantized"}, "cache_implementation"),
+    "chunked prefill": ({"prefill_chunk_size": 2}, "prefill_chunk_size"),
+    "synced_gpus": ({"synced_gpus": True}, "synced_gpus"),
+    "batch": ({"inputs": prompt_of(6).repeat(2, 1)}, "batch of 2"),
+    "relay": ({"generation_config": {"use_relay": True}}, "use_relay"),
+    "rule": ({"generation_config": {"verification": "tree"}}, "verification"),
+    "too many drafts": ({"generation_config": {"num_draft_tokens": 4}}, "num_draft_tokens"),
+    "threshold": ({"generation_config": {"acceptance_threshold": 0.0}}, "acceptance_threshold"),
+    "relaxed block": ({"generation_config": {"acceptance_threshold": 0.5, "verification": "block"}}, "block"),
+}
+# Modes that transformers moved to the Hub: it says so itself, also with an assistant.
+MOVED = {
+    "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, "Contrastive"),
+    "constrained beams": ({"force_words_ids": [[3]]}, "Constrained"),
+}
+# A callable custom_generate is not shown synced_gpus; the others want a package or a tokenizer before that.
+NOT_CUSTOM = ("synced_gpus", "quantized cache", "token healing")
+
+
+@pytest.fixture
+def counted():
+    """A target, a drafter without relay, and how often the target's inner model was called."""
+    target = tiny_target()
+    calls = []
+    target.model.register_forward_pre_hook(lambda *_: calls.append("model"))
+    return target, tiny_drafter(target, 4, relay=None), calls
+
+
+def _arguments(options: dict) -> dict:
+    options = {"inputs": prompt_of(6), "max_new_tokens": 4, **options}
+    if isinstance(options.get("generation_config"), dict):
+        options["generation_config"] = DFlowGenerationConfig(
+            pad_token_id=0, max_new_tokens=options.pop("max_new_tokens"), **options["generation_config"]
+        )
+    return options
+
+
+def _assert_clear(error, calls, word):
+    message = str(error.value)
+    assert word in message and "\n" not in message and len(message) < 400, message
+    assert calls == []
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(counted, name):
+    """Catches an option that silently decodes in another way, or is noticed after the prefill."""
+    target, drafter, calls = counted
+    options, word = OPTIONS[name]
+    with pytest.raises(UnsupportedGenerationError) as error:
+        target.generate(assistant_model=drafter, speculation_type="dflow", **_arguments(options))
+    _assert_clear(error, calls, word)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_options_that_transformers_refuses(counted, name):
+    """Catches a seam that runs before transformers' own refusal and then lets the mode through."""
+    target, drafter, calls = counted
+    options, word = MOVED[name]
+    with pytest.raises(ValueError) as error:
+        target.generate(assistant_model=drafter, speculation_type="dflow", **_arguments(options))
+    _assert_clear(error, calls, word)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in NOT_CUSTOM] + ["contrastive search"])
+def test_options_of_custom_generate(counted, name):
+    """Catches checks that live in the seam only: a decoder handed to `custom_generate` passes it by."""
+    target, drafter, calls = counted
+    options, word = {**OPTIONS, **MOVED}[name]
+    word = "penalty_alpha" if name == "contrastive search" else word
+    with pytest.raises(UnsupportedGenerationError) as error:
+        target.generate(custom_generate=DFlowDecoder(drafter), **_arguments(options))
+    _assert_clear(error, calls, word)
+
+
+def test_the_same_call_without_the_option_decodes(counted):
+    """Catches a fixture under which everything is refused, which would make the tests above vacuous."""
+    target, drafter, calls = counted
+    target.generate(assistant_model=drafter, speculation_type="dflow", **_arguments({}))
+    assert calls
+    calls.clear()
+    target.generate(custom_generate=DFlowDecoder(drafter), **_arguments({"generation_config": {}}))
+    assert calls
+
+
+def test_embeddings_as_input(counted):
+    """Catches drafts anchored at tokens that nobody gave."""
+    target, drafter, calls = counted
+    embeds = target.get_input_embeddings()(prompt_of(6))
+    for inputs in ({}, {"input_ids": prompt_of(6)}):
+        with pytest.raises(UnsupportedGenerationError) as error:
+            target.generate(
+                **inputs, inputs_embeds=embeds, assistant_model=drafter, speculation_type="dflow", max_new_tokens=4
+            )
+        _assert_clear(error, calls, "inputs_embeds")
+
+
+def test_a_cache_that_cannot_be_cropped(counted):
+    """Catches a cache object of the caller's that never gives rejected rows back."""
+    target, drafter, calls = counted
+    cache = StaticCache(config=target.config, max_cache_len=32)
+    with pytest.raises(UnsupportedGenerationError) as error:
+        target.generate(
+            prompt_of(6), past_key_values=cache, assistant_model=drafter, speculation_type="dflow", max_new_tokens=4
+        )
+    _assert_clear(error, calls, "StaticCache")
+
+
+def test_missing_and_foreign_assistants(counted):
+    """Catches the flag without a drafter (plain decoding in disguise), and a drafter without the flag."""
+    target, drafter, calls = counted
+    foreign = {
+        "needs a drafter": {"speculation_type": "dflow"},
+        "LlamaForCausalLM": {"speculation_type": "dflow", "assistant_model": tiny_target(seed=1)},
+        'speculation_type="dflow"': {"assistant_model": drafter},
+        '"dflash"': {"assistant_model": drafter, "speculation_type": "no such type"},
+    }
+    for word, arguments in foreign.items():
+        with pytest.raises(UnsupportedGenerationError) as error:
+            target.generate(prompt_of(6), max_new_tokens=4, **arguments)
+        _assert_clear(error, calls, word)
+
+
+def test_encoder_decoder():
+    """Catches a refusal that comes after the encoder has run."""
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=4, num_heads=4, decoder_start_token_id=0)
+    target, calls = T5ForConditionalGeneration(config).eval(), []
+    target.encoder.register_forward_pre_hook(lambda *_: calls.append("encoder"))
+    drafter = tiny_drafter(tiny_target(), 4)
+    with pytest.raises(UnsupportedGenerationError) as error:
+        target.generate(prompt_of(6), assistant_model=drafter, speculation_type="dflow", max_new_tokens=4)
+    _assert_clear(error, calls, "T5ForConditionalGeneration")
+
+
+@pytest.mark.parametrize("door", ["seam", "custom_generate"])
+@pytest.mark.parametrize(
+    "made_for, has, wants",
+    [
+        ({"hidden_size": 40, "target_hidden_size": 40}, "32", "40"),
+        ({"target_layer_ids": [0, 4], "num_target_layers": None}, "4 layers", "layer 4"),
+        ({"num_target_layers": 6}, "4 layers", "6 layers"),
+        ({"vocab_size": VOCAB_SIZE + 8, "mask_token_id": VOCAB_SIZE}, f"{VOCAB_SIZE} embedding rows", str(VOCAB_SIZE)),
+    ],
+)
+def test_drafters_of_another_target(counted, door, made_for, has, wants):
+    """Catches a pair whose shapes clash in the middle of a block, or do not clash and only accept nothing."""
+    target, _, calls = counted
+    drafter = tiny_drafter(target, 4, relay=None, **made_for)
+    arguments = {"assistant_model": drafter, "speculation_type": "dflow"}
+    if door == "custom_generate":
+        arguments = {"custom_generate": DFlowDecoder(drafter)}
+    with pytest.raises(PairMismatchError) as error:
+        target.generate(prompt_of(6), max_new_tokens=4, **arguments)
+    _assert_clear(error, calls, has)
+    assert wants in str(error.value)
+
+
+def test_a_target_without_head_rows_for_the_drafter():
+    """Catches a padded drafter vocabulary taken for a mismatch: what the target lacks is cut, not refused."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, 4, vocab_size=VOCAB_SIZE + 8, mask_token_id=MASK_TOKEN_ID)
+    text = target.generate(
+        prompt_of(6), assistant_model=drafter, speculation_type="dflow", do_sample=False, max_new_tokens=8
+    )
+    assert torch.equal(text, target.generate(prompt_of(6), do_sample=False, max_new_tokens=8))
