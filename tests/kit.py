@@ -66,8 +66,18 @@ def _target_config(family: str, **overrides):
     raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
 
 
-def tiny_target(family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides):
-    """A random causal language model of `family`, on CPU with eager attention; `overrides` are config fields.
+def tiny_target(
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    attention: str = "eager",
+    **overrides,
+):
+    """A random causal language model of `family`, on CPU; `overrides` are config fields.
+
+    Padded prompts need "sdpa" (or float32): the eager softmax runs in float32, where the float64 mask's lowest value
+    is -inf, and a row that sees nothing becomes NaN.
 
     Heads are untied but for Qwen3's, because most tiny tied models only repeat themselves.
 
@@ -76,7 +86,7 @@ def tiny_target(family: str = "llama", *, seed: int = 0, dtype: torch.dtype = to
     config = _target_config(family, **overrides)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        target = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        target = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         target.get_output_embeddings().weight[MASK_TOKEN_ID] *= 0.01
     target.generation_config.pad_token_id = 0
@@ -260,3 +270,16 @@ def assert_not_vacuous(statistics: AcceptanceStatistics) -> None:
     least = 1 if several == 2 else 0
     rejected = [accepted for accepted, drafted in steps[:-1] if accepted < drafted]
     assert any(accepted >= least for accepted in rejected), f"no partial rejection: {steps}"
+
+
+def scripted_steps(pattern: list[int], block_size: int, new_tokens: int) -> tuple[list[int], list[int], int]:
+    """By hand: accepted lengths, drafted lengths and target forwards of a `PatternDrafter` over `new_tokens` tokens."""
+    accepted, drafted, forwards, written = [], [], 1, 1  # the prefill gives the first token
+    while written < new_tokens:
+        forwards += 1
+        drafts = min(block_size - 1, new_tokens - written - 1)
+        if drafts:
+            accepted.append(min(pattern[len(accepted) % len(pattern)], drafts))
+            drafted.append(drafts)
+        written += 1 + (accepted[-1] if drafts else 0)
+    return accepted, drafted, forwards

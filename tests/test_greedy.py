@@ -1,0 +1,177 @@
+"""Greedy text is the target's own, token for token, whatever the drafter proposes and however much of it is right."""
+
+from functools import cache
+
+import pytest
+import torch
+from kit import (
+    FAMILIES,
+    HostileDrafter,
+    NudgedDrafter,
+    OracleDrafter,
+    PatternDrafter,
+    assert_not_vacuous,
+    dflow_greedy,
+    plain_greedy,
+    prompt_of,
+    scripted,
+    scripted_steps,
+    tiny_drafter,
+    tiny_target,
+)
+
+from hf_dflow import DFlowDecoder, DFlowGenerationConfig
+
+NEW_TOKENS = 48
+PROMPT = prompt_of(12)
+PATTERNS = {2: [1, 0, 1, 1], 4: [2, 0, 3, 1], 8: [3, 0, 7, 1, 5], 16: [9, 0, 2, 15, 1]}
+BLOCK_SIZES = tuple(PATTERNS)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_block_size = pytest.mark.parametrize("block_size", BLOCK_SIZES)
+
+
+@cache
+def target_of(family):
+    return tiny_target(family)
+
+
+@cache
+def plain_text(family):
+    return plain_greedy(target_of(family), PROMPT, NEW_TOKENS)
+
+
+def run(family, drafter_class, block_size, **kwargs):
+    drafter = scripted(drafter_class, target_of(family), PROMPT, NEW_TOKENS, block_size=block_size, **kwargs)
+    return drafter, dflow_greedy(target_of(family), drafter, PROMPT, max_new_tokens=NEW_TOKENS)
+
+
+@every_family
+@every_block_size
+def test_partly_right_drafts(family, block_size):
+    """Cache rows, positions or masks off by the accepted length; accepted lengths miscounted."""
+    pattern = PATTERNS[block_size]
+    _, output = run(family, PatternDrafter, block_size, pattern=pattern)
+    assert torch.equal(output.sequences, plain_text(family))
+    assert_not_vacuous(output.statistics)
+    accepted, drafted, forwards = scripted_steps(pattern, block_size, NEW_TOKENS)
+    assert output.statistics.per_step_accepted == accepted
+    assert output.statistics.per_step_drafted == drafted
+    assert output.statistics.num_target_forwards == forwards
+
+
+@every_family
+@every_block_size
+def test_right_drafts(family, block_size):
+    """The bonus of a full acceptance dropped or doubled; a good draft not accepted to its end."""
+    new_tokens = 1 + 2 * block_size  # the prefill's token and two full blocks
+    drafter = scripted(OracleDrafter, target_of(family), PROMPT, new_tokens, block_size=block_size)
+    output = dflow_greedy(target_of(family), drafter, PROMPT, max_new_tokens=new_tokens)
+    assert torch.equal(output.sequences, plain_greedy(target_of(family), PROMPT, new_tokens))
+    assert output.statistics.per_step_accepted == [block_size - 1] * 2
+    assert output.statistics.tokens_per_step == block_size
+    assert output.statistics.draft_acceptance_rate == 1.0
+
+
+@every_family
+@every_block_size
+def test_wrong_drafts(family, block_size):
+    """A rejected draft in the output; rejected rows left in the target's cache."""
+    drafter, output = run(family, HostileDrafter, block_size)
+    assert torch.equal(output.sequences, plain_text(family))
+    assert set(output.statistics.per_step_accepted) == {0}
+    assert output.statistics.tokens_per_step == 1.0
+    assert len(drafter.anchor_positions) == output.statistics.num_spec_steps == NEW_TOKENS - 2
+
+
+@every_family
+@every_block_size
+def test_real_drafter_with_relay(family, block_size):
+    """Feedback that reaches the target's side; a draft cache that a real forward trips over."""
+    drafter, output = run(family, NudgedDrafter, block_size)
+    assert drafter.relay is not None
+    assert torch.equal(output.sequences, plain_text(family))
+    assert_not_vacuous(output.statistics)
+
+
+@every_family
+def test_unscripted_drafter(family):
+    """A scripted drafter that hides a fault of the real interface."""
+    output = dflow_greedy(target_of(family), tiny_drafter(target_of(family)), PROMPT, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(output.sequences, plain_text(family))
+
+
+def lengths_with_relay(use_relay, relay):
+    drafter = scripted(NudgedDrafter, target_of("llama"), PROMPT, NEW_TOKENS, relay=relay)
+    config = DFlowGenerationConfig(
+        use_relay=use_relay, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, pad_token_id=0
+    )
+    output = target_of("llama").generate(PROMPT, assistant_model=drafter, generation_config=config)
+    assert torch.equal(output.sequences, plain_text("llama"))
+    assert_not_vacuous(output.statistics)
+    return output.statistics.per_step_accepted
+
+
+def test_relay_changes_drafts_and_nothing_else():
+    """A relay that is computed and thrown away, or applied when it is switched off."""
+    assert lengths_with_relay(True, "random") != lengths_with_relay(False, "random")
+    assert lengths_with_relay(False, "random") == lengths_with_relay(False, "zero")
+
+
+def test_zero_relay_is_no_relay():
+    """A relay at its initial zero that moves a slot's embedding all the same."""
+    assert lengths_with_relay(True, "zero") == lengths_with_relay(False, "zero")
+
+
+@every_family
+@pytest.mark.parametrize("padding", [1, 5])
+def test_left_padding(family, padding):
+    """Positions, features or masks that count padding: wrong text, or a script asked about the wrong position."""
+    target = tiny_target(family, dtype=torch.float32)  # see there
+    input_ids = torch.cat([torch.zeros(1, padding, dtype=torch.long), PROMPT], dim=1)
+    mask = torch.ones_like(input_ids)
+    mask[:, :padding] = 0
+    alone = plain_greedy(target, input_ids, NEW_TOKENS, attention_mask=mask)
+    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERNS[8])
+    drafter.follow(alone[0, padding:], PROMPT.shape[1])
+    output = dflow_greedy(target, drafter, input_ids, attention_mask=mask, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(output.sequences, alone)
+    assert output.statistics.per_step_accepted == scripted_steps(PATTERNS[8], 8, NEW_TOKENS)[0]
+    assert drafter.anchor_positions[0] == PROMPT.shape[1]
+
+
+def test_left_padding_does_not_change_drafts():
+    """Context features of padding rows handed to the drafter."""
+    target = tiny_target("llama", attention="sdpa")
+    input_ids = torch.cat([torch.zeros(1, 5, dtype=torch.long), PROMPT], dim=1)
+    mask = (torch.arange(input_ids.shape[1]) >= 5).long()[None]
+    lengths = []
+    for ids, attention_mask in ((PROMPT, torch.ones_like(PROMPT)), (input_ids, mask)):
+        drafter = scripted(NudgedDrafter, target, PROMPT, NEW_TOKENS)
+        output = dflow_greedy(target, drafter, ids, attention_mask=attention_mask, max_new_tokens=NEW_TOKENS)
+        lengths.append(output.statistics.per_step_accepted)
+        assert_not_vacuous(output.statistics)
+    assert lengths[0] == lengths[1]
+
+
+@every_family
+def test_prompt_of_one_token(family):
+    """A prefill that is mistaken for a decoding step; an empty context."""
+    target, prompt = target_of(family), prompt_of(1)
+    drafter = scripted(PatternDrafter, target, prompt, NEW_TOKENS, pattern=PATTERNS[8])
+    output = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(output.sequences, plain_greedy(target, prompt, NEW_TOKENS))
+    assert output.statistics.per_step_accepted == scripted_steps(PATTERNS[8], 8, NEW_TOKENS)[0]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+def test_shorter_verification(num_draft_tokens):
+    """A prefix of the block verified with rows or feedback of the whole block."""
+    target = target_of("gemma")
+    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERNS[8])
+    decoder = DFlowDecoder(drafter, num_draft_tokens=num_draft_tokens)
+    output = target.generate(
+        PROMPT, custom_generate=decoder, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, do_sample=False
+    )
+    assert torch.equal(output.sequences, plain_text("gemma"))
+    steps = scripted_steps(PATTERNS[8], num_draft_tokens + 1, NEW_TOKENS)
+    assert (output.statistics.per_step_accepted, output.statistics.per_step_drafted) == steps[:2]
