@@ -1,0 +1,175 @@
+"""The LogitsProcessor-style hook: what it may change without changing the law, and what is announced as lossy."""
+
+import logging
+
+import kit
+import pytest
+import torch
+from law import PLAIN, Loop, law_error, three_token_drafter, three_token_target
+
+from hf_dflow import AcceptanceProcessor, DFlowGenerationConfig, UnsupportedGenerationError
+
+EXACT = 1e-9
+BROKEN = 1e-3
+RULES = ("token", "block")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return three_token_target()
+
+
+class MixesFeedback(AcceptanceProcessor):
+    """Pulls the draft law towards what the target said on the rejected rows."""
+
+    steps_with_feedback = 0  # over all copies
+
+    def adjust_draft_logits(self, draft_logits, feedback):
+        if feedback is None:
+            return draft_logits
+        MixesFeedback.steps_with_feedback += bool(feedback.is_fed.any())
+        num_drafts = draft_logits.shape[1]
+        shift = torch.where(feedback.is_fed[..., None], feedback.target_logits, 0.0)[:, :num_drafts]
+        return draft_logits + 0.7 * torch.nn.functional.pad(shift, (0, 0, 0, num_drafts - shift.shape[1]))
+
+
+class Recycles(AcceptanceProcessor):
+    """Proposes, for certain, what the target said on the rejected row of the first slot; other slots are sampled."""
+
+    def adjust_draft_logits(self, draft_logits, feedback):
+        token = 1 if feedback is None else int(feedback.target_logits[0, 0].argmax())
+        certain = torch.full_like(draft_logits[:, 0], -torch.inf)
+        certain[:, token] = 0.0
+        return torch.cat([certain[:, None], draft_logits[:, 1:]], dim=1)
+
+
+class MovesAcceptance(AcceptanceProcessor):
+    """Changes acceptance, but does not say that this is lossy."""
+
+    def adjust_acceptance(self, context):
+        raise AssertionError("asked though it is not lossy")
+
+
+class Remembers(AcceptanceProcessor):
+    """Keeps what it was told, in a place that survives the call's copies."""
+
+    told: list[tuple[int, int]] = []
+
+    def __init__(self):
+        self.own = 0
+
+    def observe(self, draft, verification):
+        self.own += 1
+        Remembers.told.append((self.own, draft.token_ids.shape[1], int(verification.accepted_length)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("processor", "block_size"), [(MixesFeedback, 2), (Recycles, 2), (Recycles, 3)])
+def test_any_draft_law_keeps_the_output_law(monkeypatch, target, rule, processor, block_size):
+    """Bug (A4): a law that enters sampling is not the one in ratio and residual; a recycled token counts as sampled."""
+    MixesFeedback.steps_with_feedback = 0
+    drafter = three_token_drafter(target, block_size)
+    loop = Loop(monkeypatch, target, drafter, verification=rule, acceptance_processors=[processor()])
+    assert law_error(loop, 2, block_size - 1) < EXACT
+    assert (MixesFeedback.steps_with_feedback > 0) == (processor is MixesFeedback)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_control_a_recycled_token_counted_as_sampled(monkeypatch, target, rule):
+    """Control (A4): a law with weight elsewhere in place of the point mass must be seen."""
+
+    def forget_the_point_mass(arguments):
+        return {**arguments, "draft_logits": torch.zeros_like(arguments["draft_logits"])}
+
+    loop = Loop(
+        monkeypatch, target, three_token_drafter(target), verification=rule, alter=forget_the_point_mass,
+        acceptance_processors=[Recycles()],
+    )  # fmt: skip
+    assert law_error(loop, 1) > BROKEN
+
+
+def test_what_is_not_lossy_is_never_asked(monkeypatch, target):
+    """Bug: acceptance that a processor changes without saying so."""
+    drafter = three_token_drafter(target)
+    loop = Loop(monkeypatch, target, drafter, verification="token", acceptance_processors=[MovesAcceptance()])
+    assert law_error(loop, 1) < EXACT
+
+
+def test_a_threshold_breaks_the_law(monkeypatch, target):
+    """Bug: a relaxed rule that is not applied, or is applied to the residual too and cannot be told from a fault."""
+    loop = Loop(monkeypatch, target, three_token_drafter(target), acceptance_threshold=0.05)
+    assert law_error(loop, 1) > BROKEN
+
+
+def _generate(target, drafter, **options):
+    config = DFlowGenerationConfig(
+        **{**PLAIN, "max_new_tokens": 24, "return_dict_in_generate": True, "pad_token_id": 0, **options}
+    )
+    return target.generate(torch.tensor([[1, 2]]), assistant_model=drafter, generation_config=config)
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_a_threshold_is_announced(target, caplog, do_sample):
+    """Bug: text that is not the target's own, and no word of it."""
+    drafter = three_token_drafter(target)
+    with caplog.at_level(logging.WARNING, logger="hf_dflow"):
+        torch.manual_seed(0)
+        lossless = _generate(target, drafter, do_sample=do_sample).statistics
+        assert lossless.lossless and "LOSSY" not in str(lossless)
+        assert "lossy" not in caplog.text
+        relaxed = _generate(target, drafter, do_sample=do_sample, acceptance_threshold=0.01).statistics
+    assert not relaxed.lossless and not relaxed.per_row[0].lossless
+    assert "LOSSY" in str(relaxed)
+    assert "AcceptanceThreshold makes acceptance lossy" in caplog.text
+    assert relaxed.verification == ("token" if do_sample else "greedy")
+    assert relaxed.draft_acceptance_rate > lossless.draft_acceptance_rate
+
+
+def test_a_threshold_is_refused_with_block_verification(target):
+    """Bug: a relaxed rule under block verification, which has no acceptance per token, silently does something else."""
+    with pytest.raises(UnsupportedGenerationError, match="verification='token'"):
+        _generate(target, three_token_drafter(target), acceptance_threshold=0.1, verification="block")
+
+
+def test_observe_is_told_each_step_and_forgets_with_the_call(target):
+    """Bug (C4): what was learned in one call leaks into the next, or a step's outcome is told twice or never."""
+    processor = Remembers()
+    for _ in range(2):
+        Remembers.told = []
+        torch.manual_seed(3)
+        statistics = _generate(target, three_token_drafter(target), acceptance_processors=[processor]).statistics
+        assert [count for count, _, _ in Remembers.told] == list(range(1, statistics.num_target_forwards + 1))
+        told = [(drafted, accepted) for _, drafted, accepted in Remembers.told if drafted]
+        known = list(zip(statistics.per_step_drafted, statistics.per_step_accepted, strict=True))
+        assert told[:-1] == known[:-1]  # the last step's acceptance may be clipped by the length limit
+        assert len(told) == len(known)
+    assert processor.own == 0
+
+
+def test_feedback_holds_the_rejected_rows_logits():
+    """Bug: logits in the feedback that belong to other rows than its states: a calibration would learn noise."""
+    target = kit.tiny_target("llama")
+    prompt = kit.prompt_of(7)
+    seen = []
+
+    class Watches(AcceptanceProcessor):
+        def adjust_draft_logits(self, draft_logits, feedback):
+            seen.append(["draft", feedback])
+            return draft_logits
+
+        def observe(self, draft, verification):
+            seen.append(["verified", draft, verification])
+
+    drafter = kit.scripted(kit.PatternDrafter, target, prompt, 30, block_size=4, pattern=[1, 0, 3, 2])
+    config = DFlowGenerationConfig(acceptance_processors=[Watches()])
+    kit.dflow_greedy(target, drafter, prompt, max_new_tokens=30, generation_config=config)
+    checked = 0
+    for (_, draft, verification), after in zip(seen[2::2], seen[3::2], strict=False):
+        accepted, feedback = int(verification.accepted_length), after[1]
+        assert int(feedback.accepted_length) == accepted
+        for slot in range(1, 4 - accepted):
+            assert torch.equal(feedback.target_logits[:, slot - 1], verification.raw_logits[:, accepted + slot])
+        for slot in range(1, 4 - accepted - 1):
+            assert torch.equal(feedback.draft_logits[:, slot - 1], draft.logits[:, accepted + slot])
+            checked += 1
+    assert checked > 3

@@ -1,0 +1,188 @@
+"""The output law of the whole sampling loop, relay active: exactly over one and two steps, and by chi-square."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from law import VOCAB, Loop, branches, law_error, target_law, three_token_drafter, three_token_target
+from scipy.stats import chi2
+from transformers import set_seed
+
+from hf_dflow import DFlowGenerationConfig, VerifierFeedback
+from hf_dflow.generation import drafting, verification
+
+EXACT = 1e-9  # float64 enumeration rounds at 1e-15
+BROKEN = 1e-3  # what a negative control must exceed
+RULES = ("token", "block")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return three_token_target()
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return three_token_drafter(target)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_steps_with_the_relay(monkeypatch, target, drafter, rule):
+    """Bug: feedback that reaches the wrong side of sampling, or a row, cache or law that is off in the second step."""
+    loop = Loop(monkeypatch, target, drafter, verification=rule)
+    truth = target_law(target, 6)
+    law, drafts, ends = np.zeros_like(truth), {}, set()
+    for tokens, probability, steps in branches(loop, 2):
+        law[tokens] += probability * truth[tokens] / truth[tokens].sum()
+        first = loop.script[1], steps[0].taken.accepted
+        drafts.setdefault(first[1], (first[0], steps[1].draft_law))
+        ends.add(steps[1].taken.accepted)
+    assert np.abs(law - truth).max() < EXACT
+    assert set(drafts) == ends == {0, 1, 2}  # every accepted length came before and after a relay
+
+    without = Loop(monkeypatch, target, drafter, verification=rule, use_relay=False)
+    for accepted, (branch, draft_law) in drafts.items():
+        last = replace(branch, outcome=lambda found: found[0])
+        difference = np.abs(draft_law - without.run([branch, last])[1].draft_law).max()
+        assert difference == 0 if accepted == 2 else difference > 0.05  # else the relay was not active
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
+@pytest.mark.parametrize("block_size", [2, 3])
+def test_one_step(monkeypatch, target, rule, temperature, block_size):
+    """Bug (A2): a temperature that the draft law misses, or a dimension that is squeezed away."""
+    loop = Loop(
+        monkeypatch, target, three_token_drafter(target, block_size), verification=rule, temperature=temperature
+    )
+    assert law_error(loop, 1, block_size - 1, temperature) < EXACT
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("limit", ["max_new_tokens", "num_draft_tokens"])
+def test_a_shorter_verification(monkeypatch, target, rule, limit):
+    """Bug: near the length limit the last verified draft is judged as though another followed."""
+    drafter = three_token_drafter(target, 4)
+    options = {"max_new_tokens": 4} if limit == "max_new_tokens" else {"num_draft_tokens": 2}
+    loop = Loop(monkeypatch, target, drafter, verification=rule, **options)
+    assert law_error(loop, 1, 2) < EXACT
+
+
+def test_processors_shape_both_laws(monkeypatch, target, drafter):
+    """Bug (A7): top-k on the target alone, or draft and target processed by different positions."""
+    loop = Loop(monkeypatch, target, drafter, top_k=2, verification="block")
+    truth = target_law(target, 3)
+    law = np.zeros_like(truth)
+    for tokens, probability, _ in branches(loop, 1):
+        law[tokens] += probability * truth[tokens] / truth[tokens].sum()
+    first = truth.sum((1, 2))
+    kept = np.where(first >= np.sort(first)[1], first, 0.0)
+    assert np.abs(law.sum((1, 2)) - kept / kept.sum()).max() < EXACT
+    assert np.count_nonzero(law.sum((1, 2))) == 2
+
+
+# -- controls: what the tests above must see
+
+
+def corrupt_the_draft_law(monkeypatch):
+    """Hand verification other logits than the drafts were drawn from."""
+    draft = drafting.DraftSession.draft
+
+    def corrupted(session, *args):
+        block = draft(session, *args)
+        return replace(block, logits=-block.logits)
+
+    monkeypatch.setattr(drafting.DraftSession, "draft", corrupted)
+
+
+def relay_of_the_same_step(monkeypatch):
+    """Recompute the draft law from the target's rows of the very step that is being verified."""
+    draft, decide = drafting.DraftSession.draft, verification.Verifier.__call__
+    redraft = []
+
+    def remembered(session, prefix_ids, anchor_position, num_drafts, feedback, uniforms):
+        redraft.append(lambda peek: draft(session, prefix_ids, anchor_position, num_drafts, peek, None).logits)
+        return draft(session, prefix_ids, anchor_position, num_drafts, feedback, uniforms)
+
+    def peeking(verifier, prefix_ids, block, target_logits, features, uniforms):
+        if block.token_ids.shape[1]:
+            peek = VerifierFeedback(
+                features=features[:, 1:],
+                is_fed=torch.ones_like(block.token_ids, dtype=torch.bool),
+                bonus_ids=prefix_ids[:, -1],
+                rejected_ids=block.token_ids[:, 0],
+                accepted_length=torch.zeros_like(prefix_ids[:, 0]),
+                target_logits=None,
+                draft_logits=None,
+            )
+            block = replace(block, logits=redraft[-1](peek))
+        return decide(verifier, prefix_ids, block, target_logits, features, uniforms)
+
+    monkeypatch.setattr(drafting.DraftSession, "draft", remembered)
+    monkeypatch.setattr(verification.Verifier, "__call__", peeking)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sabotage", [corrupt_the_draft_law, relay_of_the_same_step])
+def test_control_wrong_draft_law(monkeypatch, target, drafter, rule, sabotage):
+    """Control: a law that the drafts were not drawn from must be seen."""
+    sabotage(monkeypatch)
+    assert law_error(Loop(monkeypatch, target, drafter, verification=rule), 1) > BROKEN
+
+
+def test_control_forced_acceptance(monkeypatch, target, drafter):
+    """Control (A3): accepting every draft must be seen."""
+
+    def force(arguments):
+        return {**arguments, "acceptance_probs": torch.ones(arguments["draft_ids"].shape, dtype=torch.float64)}
+
+    assert law_error(Loop(monkeypatch, target, drafter, verification="token", alter=force), 1) > BROKEN
+
+
+# -- end to end
+
+
+def without_memory(target):
+    """`target` as a Markov chain: its law depends on the last token alone, so that each token is one draw of many."""
+    with torch.no_grad():
+        target.transformer.wpe.weight.zero_()
+        for block in target.transformer.h:
+            block.attn.c_proj.weight.zero_()
+            block.attn.c_proj.bias.zero_()
+    return target
+
+
+def transition_p_value(block_size: int, num_calls: int, num_tokens: int = 320) -> float:
+    """p-value of the transitions in `num_calls * num_tokens` sampled tokens against the target's own."""
+    target = without_memory(three_token_target())
+    drafter = three_token_drafter(target, block_size)
+    config = DFlowGenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=num_tokens, return_dict_in_generate=True
+    )
+    counts = np.zeros((VOCAB, VOCAB))
+    accepted = drafted = 0
+    for seed in range(num_calls):
+        set_seed(seed)
+        output = target.generate(torch.tensor([[1]]), assistant_model=drafter, generation_config=config)
+        tokens = output.sequences[0].numpy()
+        np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
+        accepted += output.statistics.num_accepted_draft_tokens
+        drafted += output.statistics.num_draft_tokens
+    assert 0.1 < accepted / drafted < 0.9  # acceptance and residual are both at work
+    law = target(torch.arange(VOCAB)[:, None]).logits[:, 0].double().softmax(-1).numpy()
+    expected = counts.sum(1, keepdims=True) * law
+    assert expected.min() > 5
+    return float(chi2.sf(((counts - expected) ** 2 / expected).sum(), VOCAB * (VOCAB - 1)))
+
+
+@pytest.mark.parametrize(("block_size", "num_calls"), [(3, 18), (16, 6)])
+def test_chi_square(block_size, num_calls):
+    """Bug: random numbers shared between draws, or a law that is right only with scripted numbers."""
+    assert transition_p_value(block_size, num_calls) > 1e-4
+
+
+def test_control_chi_square(monkeypatch):
+    """Control: a corrupted draft law must be seen in the sampled text."""
+    corrupt_the_draft_law(monkeypatch)
+    assert transition_p_value(3, 4) < 1e-6
