@@ -166,7 +166,9 @@ class DFlowDrafter(PreTrainedModel):
     def embed(self, token_ids: torch.Tensor, target_embedding: Any) -> torch.Tensor:
         """Input embeddings `[..., H]` of `token_ids` `[...]`, in the drafter's dtype and on its device."""
         if self.embed_tokens is not None:
-            embeds = self.embed_tokens(token_ids.to(self.device))
+            token_ids = token_ids.to(self.device)
+            is_known = token_ids < self.config.vocab_size  # the target may say tokens that a smaller drafter lacks
+            embeds = self.embed_tokens(torch.where(is_known, token_ids, self.config.mask_token_id))
         elif self.config.input_embedding == "target":
             embeds = target_embedding(token_ids)
         else:

@@ -1,0 +1,251 @@
+"""What drafter and target share: tapped states, embedding and head, each as the drafter's configuration says."""
+
+import pytest
+import torch
+from kit import (
+    FAMILIES,
+    HIDDEN_SIZE,
+    MASK_TOKEN_ID,
+    VOCAB_SIZE,
+    PatternDrafter,
+    assert_not_vacuous,
+    dflow_greedy,
+    plain_greedy,
+    prompt_of,
+    scripted,
+    tiny_drafter,
+    tiny_target,
+)
+from torch import nn
+
+from hf_dflow import AcceptanceProcessor, DFlowDrafter
+from hf_dflow.generation._compat import capture_features
+
+ROUNDING = 1e-5  # relative; norms and softmax of transformers round to float32 whatever the model is in
+NEW_TOKENS = 24
+
+
+class ContextRecorder:
+    """Keeps what the loop hands to `project_context` as new context, in order."""
+
+    def __init__(self, drafter: DFlowDrafter):
+        self.rows = []
+        inner = drafter.project_context
+
+        def project_context(features):
+            self.rows.append(features)
+            return inner(features)
+
+        drafter.project_context = project_context
+
+
+class LowRank(nn.Module):
+    """What an adapter library leaves in a linear layer's place."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        generator = torch.Generator().manual_seed(4)
+        self.down = nn.Parameter(torch.randn(2, base.in_features, generator=generator).to(base.weight) * 0.3)
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, generator=generator).to(base.weight) * 0.3)
+
+    def forward(self, states):
+        return self.base(states) + states @ self.down.T @ self.up.T
+
+
+def _checksum(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def _assert_untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+# -- tapped states (C7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layer_id_means_the_output_of_that_layer(family):
+    """Catches an off-by-one between layer ids and hidden states, and a last layer read before the final norm."""
+    target, prompt = tiny_target(family), prompt_of(9)
+    base = getattr(target, target.base_model_prefix)
+    layers = base.h if family == "gpt2" else base.layers
+    ids = [0, len(layers) // 2, len(layers) - 1]
+    seen = {}
+    for i in ids:
+        layers[i].register_forward_hook(
+            lambda module, args, output, i=i: seen.__setitem__(i, output[0] if isinstance(output, tuple) else output)
+        )
+    out = target(prompt, output_hidden_states=True)
+    norm = base.ln_f if family == "gpt2" else base.norm
+    expected = [seen[ids[0]], seen[ids[1]], norm(seen[ids[2]])]
+    documented = [out.hidden_states[i + 1] for i in ids]
+    assert len(out.hidden_states) == len(layers) + 1
+    captured = capture_features(out.hidden_states, ids).split(HIDDEN_SIZE, dim=-1)
+    for part, hook, entry in zip(captured, expected, documented, strict=True):
+        assert torch.equal(part, hook) and torch.equal(part, entry)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loop_feeds_the_documented_states_of_every_committed_token(family, adapted):
+    """Catches features of rejected rows, rows lost or doubled between steps, and states of the un-adapted model."""
+    target, prompt = tiny_target(family), prompt_of(9)
+    if adapted:
+        name = "c_proj" if family == "gpt2" else "down_proj"
+        for module in list(target.modules()):
+            base = getattr(module, name, None)
+            if isinstance(base, nn.Linear):
+                setattr(module, name, LowRank(base))
+    last = target.config.num_hidden_layers - 1
+    ids = [0, last // 2, last]
+    drafter = scripted(
+        PatternDrafter, target, prompt, NEW_TOKENS, pattern=[5, 1, 0, 3], target_layer_ids=ids, relay=None
+    )
+    recorder, before = ContextRecorder(drafter), _checksum(target)
+    out = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
+    assert_not_vacuous(out.statistics)
+    assert torch.equal(out.sequences, plain_greedy(target, prompt, NEW_TOKENS))
+    _assert_untouched(target, before)
+    prefill = target(prompt, output_hidden_states=True, use_cache=True).hidden_states
+    assert torch.equal(recorder.rows[0], torch.cat([prefill[i + 1] for i in ids], dim=-1))
+    rows = torch.cat(recorder.rows, dim=1)
+    whole = target(out.sequences, output_hidden_states=True, use_cache=False).hidden_states
+    expected = torch.cat([whole[i + 1] for i in ids], dim=-1)[:, : rows.shape[1]]
+    assert rows.shape[1] > prompt.shape[1] + NEW_TOKENS // 2
+    assert (rows - expected).abs().max() < ROUNDING * expected.abs().max()
+
+
+# -- embedding and head (C8)
+
+
+class DraftRecorder(AcceptanceProcessor):
+    """Keeps the first draft logits of a call."""
+
+    def __init__(self):
+        self.first = None
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def adjust_draft_logits(self, draft_logits, feedback):
+        if self.first is None:
+            self.first = draft_logits.clone()
+        return draft_logits
+
+
+class FakeQuantized(nn.Module):
+    """A head of which only `forward` can be used."""
+
+    def __init__(self, dense: nn.Linear):
+        super().__init__()
+        self._hidden = [dense]
+
+    def forward(self, states):
+        return self._hidden[0](states)
+
+
+def _random_own(drafter: DFlowDrafter) -> None:
+    generator = torch.Generator().manual_seed(6)
+    for module in (drafter.embed_tokens, drafter.lm_head):
+        if module is not None:
+            module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
+
+
+SHARING = {
+    "tied": ("qwen3", {}),
+    "untied": ("llama", {}),
+    "raw embedding of a scaling target": ("gemma", {}),
+    "scaled by the target": ("gemma", {"input_embedding": "target"}),
+    "scaled by the drafter": ("llama", {"input_embedding_scale": 5.5}),
+    "multiplier": ("llama", {"output_multiplier": 0.3}),
+    "soft-capped by the drafter": ("llama", {"final_logit_softcapping": 2.0, "output_multiplier": 1.5}),
+    "own reduced head": ("llama", {"output_head": "own", "vocab_size": 40, "mask_token_id": 39}),
+    "own embedding": ("llama", {"input_embedding": "own"}),
+    "own both, other width": (
+        "llama",
+        {"input_embedding": "own", "output_head": "own", "hidden_size": 24, "target_hidden_size": HIDDEN_SIZE},
+    ),
+    "own both, reduced": (
+        "llama",
+        {"input_embedding": "own", "output_head": "own", "vocab_size": 40, "mask_token_id": 39},
+    ),
+    "fake quantised head": ("llama", {}),
+}
+
+
+def _reference_logits(target, drafter, head_weight, prompt, anchor: int) -> torch.Tensor:
+    """Draft logits of the first block, written out: what the configuration's text says, no code of the loop."""
+    config = drafter.config
+    states = target(prompt, output_hidden_states=True).hidden_states
+    context = torch.cat([states[i + 1] for i in config.target_layer_ids], dim=-1)
+    block = torch.tensor([[anchor] + [config.mask_token_id] * (config.block_size - 1)])
+    table = target.get_input_embeddings()
+    embeds = {
+        "raw": lambda: table.weight[block],
+        "target": lambda: table(block),
+        "own": lambda: drafter.embed_tokens.weight[block.where(block < config.vocab_size, config.mask_token_id)],
+    }[config.input_embedding]()
+    hidden = drafter(noise_embeds=embeds * config.input_embedding_scale, context_hidden_states=context)
+    weight = drafter.lm_head.weight if config.output_head == "own" else head_weight
+    logits = hidden.last_hidden_state[:, 1:] @ weight.T * config.output_multiplier
+    if config.final_logit_softcapping:
+        logits = config.final_logit_softcapping * torch.tanh(logits / config.final_logit_softcapping)
+    missing = torch.full((*logits.shape[:-1], VOCAB_SIZE - logits.shape[-1]), -torch.inf)
+    logits = torch.cat([logits, missing], dim=-1)
+    logits[..., config.mask_token_id] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_draft_logits_follow_the_configuration(name):
+    """Catches a scale or cap taken from the target against the config, a head shared although the drafter has its
+    own, code that needs a dense head, and any write into the target's weights."""
+    family, overrides = SHARING[name]
+    target, prompt = tiny_target(family), prompt_of(9)
+    drafter = tiny_drafter(target, 6, **overrides)
+    _random_own(drafter)
+    expected = plain_greedy(target, prompt, NEW_TOKENS)
+    head_weight = target.get_output_embeddings().weight
+    reference = _reference_logits(target, drafter, head_weight, prompt, int(expected[0, prompt.shape[1]]))
+    if name == "fake quantised head":
+        target.lm_head = FakeQuantized(target.lm_head)
+    before, recorder = _checksum(target), DraftRecorder()
+    drafter.config.generation_defaults = {"acceptance_processors": [recorder]}
+    out = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(out.sequences, expected)
+    _assert_untouched(target, before)
+    assert recorder.first.shape == reference.shape
+    assert torch.allclose(recorder.first.to(reference), reference, rtol=ROUNDING, atol=ROUNDING)
+    assert reference[reference.isfinite()].std() > 0.1
+
+
+def test_an_anchor_outside_the_drafters_own_vocabulary():
+    """Catches an index error once the target says a token that the drafter's own embedding has no row for."""
+    target, prompt = tiny_target(), prompt_of(9)
+    drafter = tiny_drafter(
+        target, 4, input_embedding="own", output_head="own", vocab_size=8, mask_token_id=7, relay="random"
+    )
+    out = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
+    expected = plain_greedy(target, prompt, NEW_TOKENS)
+    assert torch.equal(out.sequences, expected) and int(expected[0, prompt.shape[1] :].max()) >= 8
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma"])
+def test_the_mask_embedding_is_the_mask_tokens_row(family):
+    """Catches masked slots filled with another row: their state must change with that row and with no other."""
+    target, prompt = tiny_target(family, tie_word_embeddings=False), prompt_of(9)
+    drafter = tiny_drafter(target, 4, relay=None)
+
+    def first_draft():
+        recorder = DraftRecorder()
+        drafter.config.generation_defaults = {"acceptance_processors": [recorder]}
+        dflow_greedy(target, drafter, prompt, max_new_tokens=6)
+        return recorder.first
+
+    before = first_draft()
+    with torch.no_grad():
+        target.get_input_embeddings().weight[MASK_TOKEN_ID] *= -2.0  # the target itself never reads this row
+    assert (first_draft() - before)[..., :MASK_TOKEN_ID].abs().max() > 1e-3
