@@ -1,0 +1,207 @@
+"""Low precision, broken logits, vocabularies of two sizes, and life without Triton."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import kit
+import pytest
+import torch
+from law import PLAIN, Loop, law_error, three_token_drafter, three_token_target
+from torch import nn
+
+from hf_dflow import DFlowDrafter, DFlowGenerationConfig
+
+EXACT = 1e-9
+RULES = ("token", "block")
+ROOT = Path(__file__).parents[1]
+
+
+def sample(target, drafter, prompt, **options):
+    config = DFlowGenerationConfig(
+        **{**PLAIN, "max_new_tokens": 12, "return_dict_in_generate": True, "pad_token_id": 0, **options}
+    )
+    return target.generate(prompt, assistant_model=drafter, generation_config=config)
+
+
+# -- low precision
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_low_precision_sampling(dtype, rule, temperature):
+    """Bug (E2): a residual that rounds to nothing or a probability that underflows: NaN, an exception, or junk ids."""
+    target = kit.tiny_target("llama", dtype=dtype)
+    drafter = kit.tiny_drafter(target, 8)
+    torch.manual_seed(0)
+    options = {"temperature": temperature, "verification": rule, "max_new_tokens": 200, "output_scores": True}
+    output = sample(target, drafter, kit.prompt_of(5), **options)
+    new = output.sequences[0, 5:]
+    assert len(new) == 200
+    assert bool(((new >= 0) & (new < kit.VOCAB_SIZE)).all())
+    assert not any(score.isnan().any() for score in output.scores)
+    assert output.statistics.num_draft_tokens > 100  # the drafter did not fall out on the way
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_laws_accept_everything(rule):
+    """Bug (E2): p = q up to rounding rejects, and then draws from a residual that is nothing but rounding."""
+    target = three_token_target()
+    with torch.no_grad():
+        target.transformer.ln_f.weight.zero_()  # one law for every position …
+        target.transformer.ln_f.bias.fill_(0.3)
+    drafter = three_token_drafter(target)
+    with torch.no_grad():
+        drafter.norm.weight.zero_()  # … which the drafter says as well
+    law = target(torch.tensor([[1]])).logits[0, -1].float()
+    drafter.compute_logits = lambda hidden, head: law.double().expand(*hidden.shape[:-1], -1).clone()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        statistics = sample(target, drafter, torch.tensor([[1, 2]]), verification=rule, max_new_tokens=60).statistics
+        assert statistics.draft_acceptance_rate == 1.0
+
+
+# -- NaN and inf
+
+
+class BreaksLater(nn.Module):
+    """A head whose logits of token 3 are `value` after `calls` sound forwards."""
+
+    def __init__(self, head: nn.Module, value: float, calls: int):
+        super().__init__()
+        self.head, self.value, self.calls = head, value, calls
+
+    @property
+    def weight(self):
+        return self.head.weight
+
+    def forward(self, hidden):
+        logits = self.head(hidden).clone()
+        self.calls -= 1
+        if self.calls < 0:
+            logits[..., 3] = self.value
+        return logits
+
+
+def broken_target(value: float, calls: int):
+    """A target that breaks after `calls` forwards, and a drafter whose own head does not."""
+    target = kit.tiny_target("llama")
+    drafter = kit.tiny_drafter(target, 4, output_head="own")
+    target.lm_head = BreaksLater(target.lm_head, value, calls)
+    return target, drafter
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_sampling_from_broken_logits_raises_as_plain(value, calls, rule):
+    """Bug (E2): junk is sampled where plain sampling raises, or a device assert comes instead of an exception."""
+    prompt = kit.prompt_of(5)
+    target, drafter = broken_target(value, calls)
+    with pytest.raises(RuntimeError, match="remove_invalid_values"):
+        sample(target, drafter, prompt, verification=rule)
+    target, _ = broken_target(value, calls)
+    with pytest.raises(RuntimeError):
+        target.generate(prompt, **PLAIN, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("rule", RULES)
+def test_remove_invalid_values_works(value, rule):
+    """Bug (E2): `remove_invalid_values` reaches the drafts only, or not at all."""
+    prompt = kit.prompt_of(5)
+    target, drafter = broken_target(value, 0)
+    output = sample(target, drafter, prompt, verification=rule, remove_invalid_values=True, output_scores=True)
+    assert output.sequences.shape == (1, 17)
+    assert all(score.isfinite().all() for score in output.scores)
+    if value == torch.inf:  # becomes the largest float: nothing else can be sampled
+        assert set(output.sequences[0, 5:].tolist()) == {3}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [{}, {"remove_invalid_values": True}])
+def test_greedy_with_broken_logits_is_as_plain(value, options):
+    """Bug (E2): NaN that changes an argmax, or an error that plain greedy decoding does not raise."""
+    prompt = kit.prompt_of(5)
+    target, drafter = broken_target(value, 0)
+    plain = kit.plain_greedy(target, prompt, 8, **options)
+    assert torch.equal(kit.dflow_greedy(target, drafter, prompt, max_new_tokens=8, **options).sequences, plain)
+
+
+# -- vocabularies of two sizes
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_target_tokens_outside_the_drafters_vocabulary(monkeypatch, rule):
+    """Bug (F6): tokens that the drafter cannot propose are never output, or only at the wrong rate."""
+    target = three_token_target()
+    drafter = three_token_drafter(target, vocab_size=2, mask_token_id=1)  # proposes token 0 and nothing else
+    loop = Loop(monkeypatch, target, drafter, verification=rule)
+    assert law_error(loop, 2) < EXACT
+    drafter = three_token_drafter(target, vocab_size=2, mask_token_id=1, input_embedding="raw", output_head="target")
+    assert law_error(Loop(monkeypatch, target, drafter, verification=rule), 1) < EXACT
+
+
+@pytest.mark.parametrize("drafter_vocab", [120, 136])
+def test_two_vocabulary_sizes(tmp_path, drafter_vocab):
+    """Bug (F6): the same tokenizer padded differently is refused, crashes, or proposes ids that nobody has."""
+    target = kit.tiny_target("llama", vocab_size=128)
+    mask = {"mask_token_id": 119 if drafter_vocab == 120 else 130, "input_embedding": "own", "output_head": "own"}
+    kit.tiny_drafter(target, 6, vocab_size=drafter_vocab, **mask).save_pretrained(tmp_path)
+    drafter = DFlowDrafter.from_pretrained(tmp_path, dtype=torch.float64)
+    prompt = torch.cat([kit.prompt_of(5), torch.tensor([[125]])], dim=1)  # 125: unknown to the smaller drafter
+    if drafter_vocab == 136:  # the padded ids are what the drafter likes best
+        with torch.no_grad():
+            drafter.lm_head.weight[128:] *= 50
+    greedy = kit.plain_greedy(target, prompt, 40)
+    output = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=40)
+    assert torch.equal(output.sequences, greedy)
+    assert output.statistics.num_draft_tokens > 0
+    torch.manual_seed(0)
+    sampled = sample(target, drafter, prompt, max_new_tokens=100, temperature=2.0)
+    assert int(sampled.sequences.max()) < 128
+    assert int(sampled.sequences[0, 6:].max()) >= 120  # ids that the smaller drafter lacks are reached
+
+
+# -- no Triton
+
+
+def test_without_triton():
+    """Bug (F7): importing or decoding on CPU needs Triton."""
+    program = """
+        import sys
+
+        class Hides:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] == "triton":
+                    raise ModuleNotFoundError(name)
+
+        sys.meta_path.insert(0, Hides())
+        try:
+            import triton
+        except ModuleNotFoundError:
+            pass
+        else:
+            raise SystemExit("triton is not hidden")
+        import kit, torch
+        import hf_dflow
+
+        target = kit.tiny_target("llama")
+        drafter = kit.tiny_drafter(target, 4)
+        prompt = kit.prompt_of(5)
+        output = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=12).sequences
+        assert torch.equal(output, kit.plain_greedy(target, prompt, 12))
+        sampled = target.generate(
+            prompt, assistant_model=drafter, speculation_type="dflow", do_sample=True, max_new_tokens=12
+        )
+        assert sampled.shape == (1, 17)
+        print("decoded without triton")
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": "", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "decoded without triton" in run.stdout
