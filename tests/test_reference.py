@@ -11,8 +11,8 @@ from hf_dflow.reference import reference_generate
 VOCAB, NEW_TOKENS = 8, 60  # few tokens: a random drafter is right often enough to accept and to be rejected
 
 
-@pytest.fixture(scope="module")
-def pair():
+def restless_pair():
+    """A target of few tokens and a random drafter with a live relay: right often enough, wrong often enough."""
     torch.manual_seed(8)  # one of the pairs whose greedy run accepts two and more, with relay and without
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -48,6 +48,11 @@ def pair():
     drafter = DFlowDrafter(drafter_config).double().eval()
     torch.nn.init.normal_(drafter.relay.down_proj.weight, std=0.3)
     return target, drafter
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return restless_pair()
 
 
 def fast(pair, monkeypatch, uniforms=None, **options):

@@ -70,6 +70,10 @@ class FeatureStore:
 
 
 def _fingerprint(target) -> str:
-    """A hash of the target's configuration and of one row of its embedding."""
-    row = target.get_input_embeddings().weight[0].detach().float().cpu().numpy().tobytes()
-    return hashlib.sha256(target.config.to_json_string().encode() + row).hexdigest()
+    """A hash of the target's configuration and of the column sums of each weight matrix."""
+    digest = hashlib.sha256(target.config.to_json_string().encode())
+    for parameter in target.parameters():
+        digest.update(
+            parameter.detach().float().flatten(1).sum(0).cpu().numpy().tobytes() if parameter.ndim > 1 else b""
+        )
+    return digest.hexdigest()

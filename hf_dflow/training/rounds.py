@@ -174,9 +174,11 @@ def proposal_features(
         visible = torch.ones(total, total, dtype=torch.bool, device=starts.device).tril()
         visible[length:, length:] &= block_of[:, None] == block_of[None, :]
         visible[length:, :length] = torch.arange(length, device=starts.device) < starts[block_of][:, None]
+        # An additive mask: eager attention would add a boolean one as zeros and ones.
+        mask = torch.zeros_like(visible, dtype=target.dtype).masked_fill(~visible, torch.finfo(target.dtype).min)
         states = target(
             token_ids,
-            attention_mask=visible[None, None],
+            attention_mask=mask[None, None],
             position_ids=position_ids,
             output_hidden_states=True,
             use_cache=False,

@@ -190,6 +190,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint under a temporary name, then rename: a kill in between leaves the last one whole."""
         folder = self.output / f"checkpoint-{self.update}"
+        if folder.exists():  # the last update may have been saved in its turn
+            return
         partial = self.output / "checkpoint-partial"
         self.drafter.save_pretrained(partial)
         tensors = {f"{name}.{key}": value for name, key, value in self._optimizer_tensors()}
