@@ -1,6 +1,7 @@
 """The plain trainer: what it trains on is what decoding sees, and a resumed run is the same run."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_relay_round_is_what_decoding_drafts(decoded):
     """Catches: relayed rows, bonus or rejected token that differ between training and the loop by a row or a slot."""
     target, drafter, sequences, blocks = decoded
     compared = 0
-    for (position, feedback, _), (next_position, next_feedback, served) in zip(blocks, blocks[1:], strict=False):
+    for (position, feedback, _), (next_position, next_feedback, served) in pairwise(blocks):
         if feedback is not None or next_feedback is None or not bool(next_feedback.is_fed.any()):
             continue
         anchors = Anchors(torch.tensor([0]), torch.tensor([position]))
