@@ -132,7 +132,7 @@ def test_what_lies_beyond_lengths_is_ignored(config):
     """Bug: NaN or an out-of-range id in an unused slot leaks into the decision or trips an index check."""
     for seed in range(20):
         clean, _ = random_case(seed, rule_law=config)
-        batch, num_drafts = clean["draft_ids"].shape
+        _, num_drafts = clean["draft_ids"].shape
         beyond = torch.arange(num_drafts + 1) > clean["lengths"][:, None]  # rows of the target
         unused = beyond[:, 1:]  # slots of the draft
         poisoned = dict(clean)
