@@ -4,7 +4,10 @@ A random toy drafter is never accepted, so that clipping and rollback bugs look 
 target says alone (`follow`) and decide by absolute position what to propose.
 """
 
+import string
+
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -12,8 +15,10 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowDrafterConfig
 
@@ -238,6 +243,46 @@ def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, MASK_TOKEN_ID, (1, length), generator=generator)
 
 
+def varied_prompt(target, count: int, length: int = 12, first_seed: int = 0) -> torch.Tensor:
+    """A prompt after which the first `count` tokens of plain greedy text differ, so that each can be made the EOS.
+
+    The search costs some seconds where such prompts are rare; `first_seed` says where to begin.
+    """
+    for seed in range(first_seed, first_seed + 200):
+        prompt = prompt_of(length, seed)
+        text = plain_greedy(target, prompt, count)[0, length:].tolist()
+        if len(set(text)) == count:
+            return prompt
+    raise ValueError(f"no prompt gives {count} different tokens")
+
+
+def cache_of(output):
+    """The returned cache, whatever this release of transformers calls it."""
+    return output["cache"] if "cache" in output else output["past_key_values"]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One character for each of the 64 tokens, built on the spot."""
+    vocab = {character: i for i, character in enumerate(string.ascii_letters + string.digits + ".,")}
+    model = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    model.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=model, clean_up_tokenization_spaces=False)
+
+
+class RecordingStreamer(BaseStreamer):
+    """Keeps every call."""
+
+    def __init__(self):
+        self.puts: list[list[int]] = []
+        self.ends = 0
+
+    def put(self, value):
+        self.puts.append(value.flatten().tolist())
+
+    def end(self):
+        self.ends += 1
+
+
 def scripted(
     drafter_class: type[ScriptedDrafter],
     target,
@@ -250,7 +295,8 @@ def scripted(
 ) -> ScriptedDrafter:
     """A scripted drafter that follows `target`'s own greedy text after `input_ids` `[1, T]` (given without padding).
 
-    The text is a block longer than `max_new_tokens`, so that drafts past the end are right as well.
+    The text is a block longer than `max_new_tokens`, so that drafts past the end are right as well. Tests that run
+    many drafters over one text build them with `tiny_drafter` and `follow` instead.
     """
     drafter = tiny_drafter(target, block_size, drafter_class=drafter_class, **overrides)
     if pattern is not None:

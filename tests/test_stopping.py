@@ -1,0 +1,213 @@
+"""A text ends at the same token as in plain decoding, wherever in a block that is, and everything returned agrees."""
+
+from functools import cache
+
+import pytest
+import torch
+from kit import (
+    VOCAB_SIZE,
+    PatternDrafter,
+    RecordingStreamer,
+    assert_not_vacuous,
+    cache_of,
+    dflow_greedy,
+    plain_greedy,
+    scripted_steps,
+    tiny_drafter,
+    tiny_target,
+    tiny_tokenizer,
+    varied_prompt,
+)
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+BLOCK_SIZE = 8
+# The prefill's token, a partial rejection (two drafts and a bonus), then a block that is right to its end: the texts of
+# these tests end at each of its offsets, at its bonus, and right behind it.
+PATTERN = [2, 7, 7]
+BLOCK_STARTS = 4
+OFFSETS = range(BLOCK_STARTS + BLOCK_SIZE + 1)
+NEW_TOKENS = 24
+FLOAT32 = 1e-5  # eager softmax and norms run in float32, and blocks sum in another order than single tokens
+# Family -> seed of the target, and of a prompt after which OFFSETS different tokens follow.
+FAMILIES = {"llama": (0, 55), "gpt2": (2, 138), "mistral_sliding": (0, 2)}
+every_offset = pytest.mark.parametrize("offset", OFFSETS)
+
+
+@cache
+def setting(family):
+    """Target, prompt and the greedy text that it would go on with, a block longer than any test needs."""
+    seed, prompt_seed = FAMILIES[family]
+    target = tiny_target(family, seed=seed)
+    prompt = varied_prompt(target, len(OFFSETS), first_seed=prompt_seed)
+    text = plain_greedy(target, prompt, NEW_TOKENS + BLOCK_SIZE)[0, prompt.shape[1] :].tolist()
+    return target, prompt, text
+
+
+def drafter_for(family="llama", pattern=PATTERN):
+    target, prompt, text = setting(family)
+    drafter = tiny_drafter(target, BLOCK_SIZE, drafter_class=PatternDrafter)
+    drafter.pattern = pattern
+    return drafter.follow(prompt[0].tolist() + text, prompt.shape[1])
+
+
+def both(family="llama", *, pattern=PATTERN, make_extra=dict, **kwargs):
+    """Outputs of plain and of speculative decoding; `make_extra` makes fresh objects for each."""
+    target, prompt, _ = setting(family)
+    kwargs = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, **kwargs}
+    if "max_length" in kwargs:
+        del kwargs["max_new_tokens"]
+    extras = make_extra(), make_extra()
+    plain = target.generate(prompt, do_sample=False, **kwargs, **extras[0])
+    drafter = drafter_for(family, pattern)
+    output = dflow_greedy(target, drafter, prompt, **kwargs, **extras[1])
+    assert torch.equal(output.sequences, plain.sequences)
+    return plain, output, drafter, extras
+
+
+def assert_cut_after(output, offset):
+    """The text's last token is number `offset`, and the counts say so."""
+    statistics = output.statistics
+    assert output.sequences.shape[1] == setting("llama")[1].shape[1] + offset + 1
+    assert statistics.num_output_tokens == offset + 1
+    accepted = scripted_steps(PATTERN, BLOCK_SIZE, NEW_TOKENS)[0]
+    expected, written = [], 1
+    for length in accepted:
+        if written > offset:
+            break
+        expected.append(min(length, offset + 1 - written))
+        written += length + 1
+    assert statistics.per_step_accepted == expected
+    if offset > BLOCK_STARTS:
+        assert_not_vacuous(statistics)
+
+
+@every_offset
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("eos_kind", ["single", "list"])
+def test_eos(family, offset, eos_kind):
+    """Tokens after an EOS inside a block: in the text, the cache, the scores, the stream or the counts."""
+    text = setting(family)[2]
+    eos = text[offset] if eos_kind == "single" else [text[offset], text[offset + 1]]
+    plain, output, _, (before, after) = both(
+        family, eos_token_id=eos, output_scores=True, make_extra=lambda: {"streamer": RecordingStreamer()}
+    )
+    assert output.sequences[0, -1] == text[offset]
+    assert_cut_after(output, offset)
+    assert after["streamer"].puts == before["streamer"].puts
+    assert after["streamer"].ends == 1
+    assert len(output.scores) == offset + 1
+    for ours, theirs in zip(output.scores, plain.scores, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=FLOAT32, rtol=FLOAT32)
+    assert cache_of(output).get_seq_length() == cache_of(plain).get_seq_length() == output.sequences.shape[1] - 1
+    for ours, theirs in zip(cache_of(output).layers, cache_of(plain).layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=FLOAT32, rtol=FLOAT32)
+        torch.testing.assert_close(ours.values, theirs.values, atol=FLOAT32, rtol=FLOAT32)
+
+
+def test_rejected_eos_does_not_end():
+    """EOS looked for among the drafts instead of among what was accepted."""
+    target, prompt, text = setting("llama")
+    drafter = drafter_for()
+    unsaid = next(token for token in range(VOCAB_SIZE - 1) if token not in text)
+    drafter._wrong = lambda right: unsaid
+    output = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=unsaid)
+    assert output.sequences[0, prompt.shape[1] :].tolist() == text[:NEW_TOKENS]
+    assert_not_vacuous(output.statistics)
+
+
+@every_offset
+@pytest.mark.parametrize("length", [1, 2])
+def test_stop_strings(offset, length):
+    """A stop string asked for only at a block's end, or one that spans two blocks missed."""
+    text, tokenizer = setting("llama")[2], tiny_tokenizer()
+    stop = tokenizer.decode(text[max(0, offset + 1 - length) : offset + 1])
+    _, output, _, _ = both(stop_strings=[stop], tokenizer=tokenizer)
+    assert_cut_after(output, offset)
+
+
+class Fires(StoppingCriteria):
+    """Ends the text after `length` tokens; keeps what it was asked."""
+
+    def __init__(self, length):
+        self.length, self.calls = length, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls.append((input_ids.tolist(), None if scores is None else len(scores)))
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+
+@every_offset
+@pytest.mark.parametrize("output_scores", [False, True])
+def test_custom_criterion(offset, output_scores):
+    """A criterion that is skipped for a prefix, asked twice, or shown a rejected draft."""
+    length = setting("llama")[1].shape[1] + offset + 1
+    _, output, _, (before, after) = both(
+        output_scores=output_scores, make_extra=lambda: {"stopping_criteria": StoppingCriteriaList([Fires(length)])}
+    )
+    assert_cut_after(output, offset)
+    assert after["stopping_criteria"][0].calls == before["stopping_criteria"][0].calls
+    assert len(before["stopping_criteria"][0].calls) == offset + 1
+
+
+def test_criterion_that_never_fires():
+    """The calls of a whole text differ from plain decoding's where nothing cuts a block."""
+    _, output, _, (before, after) = both(make_extra=lambda: {"stopping_criteria": StoppingCriteriaList([Fires(999)])})
+    assert after["stopping_criteria"][0].calls == before["stopping_criteria"][0].calls
+    assert_not_vacuous(output.statistics)
+
+
+def test_no_time_left():
+    """Time looked at only after a whole block."""
+    _, output, drafter, _ = both(max_time=0.0)
+    assert output.statistics.num_output_tokens == 1
+    assert drafter.anchor_positions == []
+
+
+LIMITS = (1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 1)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("pattern", [[7], [0], PATTERN], ids=str)
+def test_length_budget(limit, pattern):
+    """A block, a draft or a target row beyond the room that is left."""
+    target = setting("llama")[0]
+    widths = []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        output, drafter = both(max_new_tokens=limit, pattern=pattern)[1:3]
+    finally:
+        handle.remove()
+    accepted, drafted, forwards = scripted_steps(pattern, BLOCK_SIZE, limit)
+    assert output.statistics.num_output_tokens == limit
+    assert output.statistics.per_step_accepted == accepted
+    assert output.statistics.per_step_drafted == drafted
+    assert len(drafter.anchor_positions) == len(drafted)
+    assert len(drafter.anchor_positions) == 0 or limit > 2
+    prefill = setting("llama")[1].shape[1]
+    following = widths[-(forwards - 1) :] if forwards > 1 else []
+    assert widths[-forwards] == prefill
+    assert following == [count + 1 for count in drafted] + [1] * (forwards - 1 - len(drafted))
+
+
+def test_max_length_of_prompt_and_one():
+    """max_length read as if it were max_new_tokens; a drafter asked for nothing."""
+    prompt = setting("llama")[1]
+    _, output, drafter, _ = both(pattern=[7], max_length=prompt.shape[1] + 1)
+    assert output.sequences.shape[1] == prompt.shape[1] + 1
+    assert drafter.anchor_positions == []
+
+
+@pytest.mark.parametrize("eos_offset", [0, 3, 6])
+def test_min_new_tokens_beyond_a_block(eos_offset):
+    """A minimum length checked once a block, so that an EOS inside it passes."""
+    target, prompt, text = setting("llama")
+    kwargs = {"eos_token_id": text[eos_offset], "min_new_tokens": 2 * BLOCK_SIZE, "max_new_tokens": NEW_TOKENS}
+    plain = plain_greedy(target, prompt, **kwargs)
+    drafter = drafter_for()
+    drafter.follow(plain, prompt.shape[1])
+    output = dflow_greedy(target, drafter, prompt, **kwargs)
+    assert torch.equal(output.sequences, plain)
+    assert output.statistics.num_output_tokens >= 2 * BLOCK_SIZE
+    assert_not_vacuous(output.statistics)
