@@ -36,6 +36,20 @@ def crop(cache: Cache, rows: int) -> None:
     cache.crop(-rows)
 
 
+def stop_past_recording(cache: Cache) -> None:
+    """Let sliding layers shrink on every forward again; plain decoding, which never crops, needs that of a cache."""
+    for layer in getattr(cache, "layers", []):
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
+
+
+def attention_windows(cache: Cache | None, num_layers: int) -> list[int | None]:
+    """How many keys each layer keeps for one query; `None` for all."""
+    layers = getattr(cache, "layers", [])
+    windows = [getattr(layer, "sliding_window", None) for layer in layers[:num_layers]]
+    return windows + [None] * (num_layers - len(windows))
+
+
 def model_inputs(
     model: Any,
     token_ids: torch.Tensor,

@@ -315,6 +315,7 @@ class _Call:
     # -- helpers
 
     def _result(self, state: DecodeState) -> GenerateDFlowOutput | torch.Tensor:
+        _compat.stop_past_recording(state.cache)
         state.statistics.per_row = [copy.copy(state.statistics)]
         if not self.config.return_dict_in_generate:
             return state.input_ids

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import Cache, GenerationConfig
 
-from hf_dflow.generation._compat import CACHE_NAMES
+from hf_dflow.generation import _compat
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.generation.verification import Verification
@@ -42,18 +42,26 @@ class Records:
                 rows = slice(None) if is_prefill else slice(i, i + 1)
                 self.hidden_states.append(tuple(layer[:, rows] for layer in outputs.hidden_states))
         if self.attentions is not None:
+            windows = _compat.attention_windows(_compat.get_cache(outputs), len(outputs.attentions))
             for i in range(count):
                 if is_prefill:
                     self.attentions.append(tuple(outputs.attentions))
-                    continue
-                keys = outputs.attentions[0].shape[-1] - (outputs.attentions[0].shape[-2] - 1 - i)
-                self.attentions.append(tuple(layer[:, :, i : i + 1, :keys] for layer in outputs.attentions))
+                else:
+                    layers = zip(outputs.attentions, windows, strict=True)
+                    self.attentions.append(tuple(_attention_row(layer, i, window) for layer, window in layers))
 
     def output(self, sequences: torch.Tensor, cache: Cache, statistics: AcceptanceStatistics) -> GenerateDFlowOutput:
         collected: dict[str, Any] = {
             name: None if getattr(self, name) is None else tuple(getattr(self, name))
             for name in ("scores", "logits", "hidden_states", "attentions")
         }
-        cache_field = next(name for name in CACHE_NAMES if name in GenerateDFlowOutput.__dataclass_fields__)
+        cache_field = next(name for name in _compat.CACHE_NAMES if name in GenerateDFlowOutput.__dataclass_fields__)
         collected[cache_field] = cache
         return GenerateDFlowOutput(sequences=sequences, statistics=statistics, **collected)  # type: ignore[arg-type]
+
+
+def _attention_row(attention: torch.Tensor, row: int, window: int | None) -> torch.Tensor:
+    """Row `row` of `[B, heads, rows, keys]` with the keys that plain decoding would have held for it, no later ones."""
+    end = attention.shape[-1] - (attention.shape[-2] - 1 - row)
+    start = 0 if window is None else max(0, end - window)
+    return attention[:, :, row : row + 1, start:end]
