@@ -1,0 +1,188 @@
+"""What comes back beside the text: one entry for each generated token, as from plain decoding, and honest counts."""
+
+from functools import cache
+
+import pytest
+import torch
+from kit import (
+    PatternDrafter,
+    RecordingStreamer,
+    assert_not_vacuous,
+    cache_of,
+    dflow_greedy,
+    plain_greedy,
+    prompt_of,
+    scripted,
+    tiny_drafter,
+    tiny_target,
+    tiny_tokenizer,
+)
+from transformers import DynamicCache, TextIteratorStreamer, TextStreamer
+
+from hf_dflow import DFlowDecoder, GenerateDFlowOutput
+
+NEW_TOKENS = 22
+PROMPT = prompt_of(12)
+PATTERN = [3, 0, 7, 1, 5]
+# GPT-2 computes in float64 throughout; the softmax and norms of the others run in float32 inside a float64 model, and
+# scores and logits are cast to float32 by plain decoding as well.
+FLOAT64, FLOAT32 = 1e-9, 1e-5
+ASKS = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+FAMILIES = ("llama", "gpt2", "gemma_sliding", "mistral_sliding")
+
+
+@cache
+def target_of(family):
+    return tiny_target(family)
+
+
+def both(family, **kwargs):
+    target = target_of(family)
+    kwargs = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, **kwargs}
+    plain = target.generate(PROMPT, do_sample=False, **kwargs)
+    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
+    output = dflow_greedy(target, drafter, PROMPT, **kwargs)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert_not_vacuous(output.statistics)
+    return plain, output
+
+
+def assert_close(ours, theirs, tolerance):
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_and_logits(family):
+    """Rows of rejected drafts among the scores, or rows of accepted ones missing or shifted."""
+    # Warpers are switched off when greedy; a penalty makes scores differ from logits.
+    plain, output = both(family, **ASKS)
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(output, name), getattr(plain, name)
+        assert len(ours) == NEW_TOKENS
+        assert all(entry.dtype == torch.float32 for entry in ours)
+        assert_close(ours, theirs, FLOAT32)
+    assert [int(row.argmax()) for row in output.scores] == output.sequences[0, PROMPT.shape[1] :].tolist()
+
+
+def test_processed_scores_beside_raw_logits():
+    """Logits edited in place by processors before they are recorded."""
+    target = target_of("llama")
+    kwargs = {**ASKS, "repetition_penalty": 1.8, "return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
+    plain = target.generate(PROMPT, do_sample=False, **kwargs)
+    drafter = tiny_drafter(target, drafter_class=PatternDrafter)
+    drafter.pattern = PATTERN
+    drafter.follow(plain.sequences, PROMPT.shape[1])
+    output = dflow_greedy(target, drafter, PROMPT, **kwargs)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert_not_vacuous(output.statistics)
+    assert_close(output.scores, plain.scores, FLOAT32)
+    assert_close(output.logits, plain.logits, FLOAT32)
+    assert not torch.allclose(output.scores[5], output.logits[5])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["hidden_states", "attentions"])
+def test_states(family, name):
+    """States by step instead of by token; attention rows with the keys of later drafts; a prompt's row lost."""
+    plain, output = both(family, **ASKS)
+    ours, theirs = getattr(output, name), getattr(plain, name)
+    assert len(ours) == len(theirs) == NEW_TOKENS
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [tuple(layer.shape) for layer in mine] == [tuple(layer.shape) for layer in other]
+        assert_close(tuple(mine), tuple(other), FLOAT64 if family == "gpt2" else FLOAT32)
+
+
+def test_nothing_unasked():
+    """Context features, which need hidden states, returned to a caller who did not ask."""
+    _, output = both("llama")
+    assert isinstance(output, GenerateDFlowOutput)
+    assert [output.scores, output.logits, output.hidden_states, output.attentions] == [None] * 4
+    drafter = tiny_drafter(target_of("llama"))
+    assert isinstance(
+        dflow_greedy(target_of("llama"), drafter, PROMPT, max_new_tokens=4, return_dict_in_generate=False), torch.Tensor
+    )
+
+
+def test_transition_scores():
+    """Scores whose number or order does not fit the sequence."""
+    plain, output = both("llama", **ASKS)
+    ours, theirs = (
+        target_of("llama").compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        for out in (output, plain)
+    )
+    assert ours.shape == (1, NEW_TOKENS)
+    assert_close(ours, theirs, FLOAT32)
+
+
+@pytest.mark.parametrize("via_decoder", [False, True])
+def test_streamer(via_decoder):
+    """The prompt streamed twice or not at all, drafts streamed before they are accepted, no end."""
+    target = target_of("llama")
+    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
+    streamer, plain_streamer = RecordingStreamer(), RecordingStreamer()
+    plain_greedy(target, PROMPT, NEW_TOKENS, streamer=plain_streamer)
+    kwargs = {"max_new_tokens": NEW_TOKENS}
+    if via_decoder:
+        sequences = target.generate(
+            PROMPT, custom_generate=DFlowDecoder(drafter, streamer=streamer), do_sample=False, **kwargs
+        )
+    else:
+        sequences = dflow_greedy(target, drafter, PROMPT, streamer=streamer, **kwargs).sequences
+    assert streamer.puts == plain_streamer.puts
+    assert streamer.puts == [PROMPT[0].tolist()] + [[token] for token in sequences[0, PROMPT.shape[1] :].tolist()]
+    assert streamer.ends == plain_streamer.ends == 1
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_text_streamers(skip_prompt, capsys):
+    """A put of another shape than text streamers take."""
+    target, tokenizer = target_of("llama"), tiny_tokenizer()
+    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
+    text = plain_greedy(target, PROMPT, NEW_TOKENS)[0]
+    expected = tokenizer.decode(text[PROMPT.shape[1] :] if skip_prompt else text)
+    printer = TextStreamer(tokenizer, skip_prompt=skip_prompt)
+    dflow_greedy(target, drafter, PROMPT, max_new_tokens=NEW_TOKENS, streamer=printer)
+    assert capsys.readouterr().out == expected + "\n"
+    iterator = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=5)
+    dflow_greedy(target, drafter, PROMPT, max_new_tokens=NEW_TOKENS, streamer=iterator)
+    assert "".join(iterator) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_returned_cache_continues(family):
+    """A returned cache with rejected rows, or with one row too few, under the text it belongs to."""
+    plain, output = both(family)
+    held = cache_of(output)
+    assert isinstance(held, DynamicCache)
+    assert held.get_seq_length() == PROMPT.shape[1] + NEW_TOKENS - 1
+    for ours, theirs in zip(held.layers, cache_of(plain).layers, strict=True):
+        assert_close((ours.keys, ours.values), (theirs.keys, theirs.values), FLOAT32)
+    longer = plain_greedy(target_of(family), PROMPT, 2 * NEW_TOKENS)
+    continued = plain_greedy(target_of(family), output.sequences, NEW_TOKENS, past_key_values=held)
+    assert torch.equal(continued, longer)
+
+
+def test_statistics_by_hand():
+    """A ratio with another denominator than its name says; the bonus counted among the drafts."""
+    # 1 prefill token, then 3+1, 0+1, 7+1, 1+1, 5+1: 22 tokens. The last steps have room for 7, 7, 7, 7 and 5 drafts.
+    statistics = both("llama")[1].statistics
+    assert statistics.per_step_accepted == [3, 0, 7, 1, 5]
+    assert statistics.per_step_drafted == [7, 7, 7, 7, 5]
+    assert statistics.num_spec_steps == statistics.num_draft_forwards == 5
+    assert statistics.num_target_forwards == 6
+    assert statistics.num_output_tokens == 22
+    assert statistics.num_draft_tokens == 33
+    assert statistics.num_accepted_draft_tokens == 16
+    assert statistics.mean_accepted_length == pytest.approx(16 / 5)
+    assert statistics.tokens_per_step == statistics.mean_acceptance_length == pytest.approx(21 / 5)
+    assert statistics.draft_acceptance_rate == pytest.approx(16 / 33)
+    assert statistics.wasted_ratio == pytest.approx(17 / 33)
+    assert statistics.acceptance_histogram == [1, 1, 0, 1, 0, 1, 0, 1]
+    assert statistics.acceptance_rate_per_position == pytest.approx([0.8, 0.6, 0.6, 0.4, 0.4, 0.2, 0.2])
+    assert statistics.accepted_length_std == pytest.approx(2.5612496949731396)  # of 3, 0, 7, 1, 5 around 3.2
+    assert statistics.target_forwards_per_token == pytest.approx(6 / 22)
+    assert statistics.verification == "greedy"
+    assert statistics.lossless is True
+    (row,) = statistics.per_row
+    assert row.per_step_accepted == statistics.per_step_accepted
+    assert "4.20 tokens per step" in str(statistics)
