@@ -164,10 +164,9 @@ class Loop:
 
     def _draw(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         step, path = self.steps[-1], self.script[len(self.steps) - 1].path
-        law = logits[0].double().softmax(-1).numpy()
+        step.draft_law = law = logits[0].double().softmax(-1).numpy()
         if any(law[i][token] < NEVER for i, token in enumerate(path)):
             raise OffSupport
-        step.draft_law = law
         for i, token in enumerate(path):
             step.numbers[0, i] = _inside(law[i], token)
         token_ids = draw_tokens(logits, uniforms)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from law import PLAIN, Loop, law_error, three_token_drafter, three_token_target
 
-from hf_dflow import AcceptanceProcessor, DFlowGenerationConfig, UnsupportedGenerationError
+from hf_dflow import AcceptanceProcessor, DFlowDecoder, DFlowGenerationConfig, UnsupportedGenerationError
 
 EXACT = 1e-9
 BROKEN = 1e-3
@@ -133,11 +133,13 @@ def test_a_threshold_is_refused_with_block_verification(target):
 
 def test_observe_is_told_each_step_and_forgets_with_the_call(target):
     """Bug (C4): what was learned in one call leaks into the next, or a step's outcome is told twice or never."""
-    processor = Remembers()
+    processor, drafter = Remembers(), three_token_drafter(target)
+    decoder = DFlowDecoder(drafter, acceptance_processors=[processor])  # generate copies a config, but not this
+    sampling = {**PLAIN, "max_new_tokens": 24, "return_dict_in_generate": True, "pad_token_id": 0}
     for _ in range(2):
         Remembers.told = []
         torch.manual_seed(3)
-        statistics = _generate(target, three_token_drafter(target), acceptance_processors=[processor]).statistics
+        statistics = target.generate(torch.tensor([[1, 2]]), custom_generate=decoder, **sampling).statistics
         assert [count for count, _, _ in Remembers.told] == list(range(1, statistics.num_target_forwards + 1))
         told = [(drafted, accepted) for _, drafted, accepted in Remembers.told if drafted]
         known = list(zip(statistics.per_step_drafted, statistics.per_step_accepted, strict=True))

@@ -140,6 +140,7 @@ def test_target_tokens_outside_the_drafters_vocabulary(monkeypatch, rule):
     drafter = three_token_drafter(target, vocab_size=2, mask_token_id=1)  # proposes token 0 and nothing else
     loop = Loop(monkeypatch, target, drafter, verification=rule)
     assert law_error(loop, 2) < EXACT
+    assert loop.steps[-1].draft_law.tolist() == [[1.0, 0.0, 0.0]] * 2
     drafter = three_token_drafter(target, vocab_size=2, mask_token_id=1, input_embedding="raw", output_head="target")
     assert law_error(Loop(monkeypatch, target, drafter, verification=rule), 1) < EXACT
 
