@@ -1,8 +1,8 @@
 """The benchmarks' own arithmetic: wrong figures look as plausible as right ones."""
 
 import itertools
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hf_dflow.bench import eval_drafter, loop
 from hf_dflow.bench.report import bootstrap_interval, pooled, run_conditions
 from hf_dflow.bench.runners import Pair, Run
 from hf_dflow.bench.workloads import DEMO, HELD_OUT, Prompt, first_of_each_task, human_eval_prompts, read_prompts
+from hf_dflow.generation.stopping import StopPlan
 
 
 @pytest.fixture(scope="module")
@@ -52,39 +53,32 @@ def test_both_loops_are_timed_on_the_same_work(pair, inputs):
     assert 2 <= ours.steps <= 15
 
 
-def test_prefill_is_not_timed(pair, inputs, monkeypatch):
-    """Bug: seconds per step include the prompt's forward, which drowns the loop's own time."""
-    calls = itertools.count()
-    honest = pair.target.model.forward
+def test_time_is_split_between_forwards_and_the_loop(pair, inputs, monkeypatch):
+    """Bug: the prompt's forward counts as a step, or a forward is missed (and blamed on the loop) or counted twice."""
+    clock = [0.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
-    def slow_first(*args, **kwargs):
-        if next(calls) == 0:
-            time.sleep(0.5)
-        return honest(*args, **kwargs)
+    def takes(owner, name, seconds):
+        honest, calls = getattr(owner, name), itertools.count()
 
-    monkeypatch.setattr(pair.target.model, "forward", slow_first)
+        def slowed(*args, **kwargs):
+            clock[0] += seconds(next(calls))
+            return honest(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slowed)
+
+    takes(pair.target.model, "forward", lambda call: 1.0 if call else 1000.0)
+    takes(pair.target.get_output_embeddings(), "forward", lambda call: 8.0)  # the target's forward, and the drafter's
+    takes(pair.drafter.layers[0], "forward", lambda call: 32.0)
+    takes(pair.drafter.fc, "forward", lambda call: 64.0)  # the prompt's features, and every step's but the last
+    takes(StopPlan, "clip", lambda call: 0.25)  # the loop's own work, after the prompt's forward and each step's
     timing = loop.time_loop(pair, inputs, "hf_dflow", 8, loop.Stopwatch())
-    assert timing.seconds < 0.5
-    assert timing.forward_seconds < 0.5
-
-
-def test_own_time_is_what_is_left_beside_the_forwards(pair, inputs, monkeypatch):
-    """Bug: a forward of target or drafter is missed (and blamed on the loop), or counted twice where calls nest."""
-    pause = 0.02
-
-    def slowed(owner, name):
-        honest = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, **k: time.sleep(pause) or honest(*a, **k))
-
-    slowed(pair.target.model, "forward")
-    slowed(pair.drafter.layers[0], "forward")
-    slowed(pair.drafter.fc, "forward")
-    slowed(pair.target.get_output_embeddings(), "forward")  # in the target's forward and again in the drafter's
-    timing = loop.time_loop(pair, inputs, "hf_dflow", 8, loop.Stopwatch())
-    paused = 5 * pause * timing.steps
-    assert timing.forward_seconds >= 0.9 * paused
-    assert timing.forward_seconds <= timing.seconds
-    assert timing.own_seconds_per_step < pause
+    assert timing.steps >= 2
+    drafts = timing.steps - 1  # nothing is accepted, and the last step has room for one token
+    assert timing.forward_seconds == timing.steps * (1.0 + 8.0 + 64.0) + drafts * (8.0 + 32.0)
+    assert timing.seconds - timing.forward_seconds == (timing.steps + 1) * 0.25
+    assert timing.own_seconds_per_step == (timing.steps + 1) * 0.25 / timing.steps
+    assert timing.seconds_per_step == timing.seconds / timing.steps
 
 
 def test_watching_leaves_the_models_as_they_were(pair, inputs):

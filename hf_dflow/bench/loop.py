@@ -32,22 +32,18 @@ DRAFT_WORK = ("embed", "project_context", "context_key_values", "draft_hidden", 
 
 @dataclass
 class Stopwatch:
-    """Adds up the time inside the functions it wraps; a wrapped call inside another counts once."""
+    """Adds up the time inside the functions it wraps, none of which calls another."""
 
     seconds: float = 0.0
-    depth: int = field(default=0, repr=False)
 
     def wrap(self, function: Callable) -> Callable:
         @functools.wraps(function)
         def timed(*args, **kwargs):
-            self.depth += 1
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.depth -= 1
-                if self.depth == 0:
-                    self.seconds += time.perf_counter() - start
+                self.seconds += time.perf_counter() - start
 
         return timed
 
