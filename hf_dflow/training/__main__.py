@@ -6,23 +6,33 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
+from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training.data import read_rows, split_rows
 from hf_dflow.training.evaluate import tokens_per_step
 from hf_dflow.training.features import FeatureStore
 from hf_dflow.training.trainer import Trainer, TrainingConfig
 
 
-def main(target: str, data: Path, config: Path, output: Path, features: Path, threads: int = 2) -> None:
-    """Train on the answers in DATA (JSONL with prompt_ids and answer_ids) as CONFIG says; resumes by itself."""
+def main(
+    target: str,
+    config: Path,
+    output: Path,
+    features: Path,
+    data: list[Path],
+    start_from: str | None = None,
+    threads: int = 2,
+) -> None:
+    """Train as CONFIG says on the answers in DATA files (JSONL with prompt_ids and answer_ids); resumes by itself."""
     torch.set_num_threads(threads)
     training = TrainingConfig.from_json(config)
-    rows, held_out = split_rows(read_rows(data))
+    rows, held_out = split_rows([row for path in data for row in read_rows(path)])
     target_model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     stores = {}
     for name, part in (("train", rows), ("held", held_out)):
         stores[name] = FeatureStore(features / name, part, target_model, training.target_layer_ids)
         stores[name].fill(lambda done, total: print(f"features {done}/{total}", flush=True))
-    trainer = Trainer(training, target_model, rows, stores["train"], output)
+    drafter = DFlowDrafter.from_pretrained(start_from) if start_from else None
+    trainer = Trainer(training, target_model, rows, stores["train"], output, drafter)
     print("resumed" if trainer.resume() else "started", "at update", trainer.update, flush=True)
     trainer.run()
     counts = [

@@ -42,6 +42,7 @@ class TrainingConfig:
     loss_decay: float = 4.0
     initialise_from_target: bool = True
     other_candidates: int = 2048
+    feature_noise: float = 0.0  # relative; a drafter that sees the same few rows often learns them by heart
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     seed: int = 0
@@ -100,15 +101,26 @@ class Trainer:
         rows (`list[TrainingRow]`): Training rows.
         store (`FeatureStore`): Their features, filled.
         output (`Path`): Folder for checkpoints, `log.jsonl` and the trained drafter.
+        drafter (`DFlowDrafter`, *optional*): Whose weights to start from; a new one otherwise.
     """
 
-    def __init__(self, training: TrainingConfig, target, rows: list[TrainingRow], store: FeatureStore, output: Path):
+    def __init__(
+        self,
+        training: TrainingConfig,
+        target,
+        rows: list[TrainingRow],
+        store: FeatureStore,
+        output: Path,
+        drafter: DFlowDrafter | None = None,
+    ):
         self.training, self.target, self.rows, self.store, self.output = training, target, rows, store, output
         target.requires_grad_(False)
         torch.manual_seed(training.seed)
-        self.drafter = DFlowDrafter(drafter_config(target, training))
-        if training.initialise_from_target:
-            initialise_from_target(self.drafter, target)
+        if drafter is None:
+            drafter = DFlowDrafter(drafter_config(target, training))
+            if training.initialise_from_target:
+                initialise_from_target(drafter, target)
+        self.drafter = drafter.float().train()
         self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=0.0, weight_decay=training.weight_decay)
         self.generator = torch.Generator().manual_seed(training.seed)
         data_ids = torch.tensor(sorted({i for row in rows for i in row.token_ids[row.prompt_length :]}))
@@ -133,6 +145,9 @@ class Trainer:
             drawn = torch.randint(row.answer_length - 1, (stage.anchors_per_row,), generator=self.generator)
             positions.append(row.prompt_length + drawn)
             anchor_rows.append(torch.full_like(drawn, i))
+        if self.training.feature_noise:
+            noise = torch.randn(features.shape, generator=self.generator)
+            features = features * (1 + self.training.feature_noise * noise)
         lengths = torch.tensor([len(row.token_ids) for row in rows])
         return Sequences(token_ids, lengths, features), Anchors(torch.cat(anchor_rows), torch.cat(positions))
 
