@@ -1,0 +1,262 @@
+"""The edges of target and drafter: positions, windows, number formats."""
+
+import logging
+
+import pytest
+import torch
+from kit import (
+    WINDOW,
+    OracleDrafter,
+    PatternDrafter,
+    assert_not_vacuous,
+    dflow_greedy,
+    plain_greedy,
+    prompt_of,
+    scripted,
+    tiny_drafter,
+    tiny_target,
+)
+from transformers import LogitsProcessorList
+
+from hf_dflow import DFlowDrafter
+from hf_dflow.errors import DrafterConfigError
+from hf_dflow.generation.drafting import DraftSession
+from hf_dflow.generation.path import PathProcessor
+
+PROMPT = prompt_of(20)
+PATTERN = [3, 0, 7, 1, 5]
+FLOAT32 = 1e-5  # norms and eager softmax run in float32 inside a float64 model
+NEAR_TIE = 0.1  # a low-precision target may choose either of two tokens whose logits are this close
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def our_warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dflow")]
+
+
+# -- positions
+
+
+@pytest.mark.parametrize("drafter_class", [OracleDrafter, PatternDrafter])
+def test_target_with_few_learned_positions(drafter_class, caplog):
+    """A draft at a position that the target has no embedding for: an index error, or the last steps refused."""
+    target = tiny_target("gpt2", n_positions=32)
+    text = plain_greedy(target, PROMPT, 12)
+    drafter = tiny_drafter(target, 16, drafter_class=drafter_class)
+    drafter.pattern = [2, 4]
+    drafter.follow(text, PROMPT.shape[1])
+    output = dflow_greedy(target, drafter, PROMPT, max_length=32)
+    assert torch.equal(output.sequences, text)
+    assert output.sequences.shape[1] == 32
+    assert max(output.statistics.per_step_accepted) >= 2
+    if drafter_class is PatternDrafter:
+        assert_not_vacuous(output.statistics)
+    assert our_warnings(caplog) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding"])
+def test_drafter_with_fewer_positions_than_the_target(family, caplog):
+    """Drafting at positions that the drafter never saw in training; a warning each step; a wrong or shorter text."""
+    limit, block_size, prompt = 24, 4, prompt_of(8)
+    target = tiny_target(family)
+    drafter = scripted(
+        PatternDrafter, target, prompt, 40, block_size=block_size, pattern=[2, 3, 0], max_position_embeddings=limit
+    )
+    output = dflow_greedy(target, drafter, prompt, max_new_tokens=40)
+    assert torch.equal(output.sequences, plain_greedy(target, prompt, 40))
+    assert_not_vacuous(output.statistics)
+    assert max(drafter.anchor_positions) <= limit - block_size
+    assert max(drafter.anchor_positions) > limit - 2 * block_size
+    (warning,) = our_warnings(caplog)
+    assert "max_position_embeddings of 24" in warning
+
+
+def test_prompt_beyond_the_drafters_positions(caplog):
+    """A prompt that leaves no room at all: drafted once before anyone looks."""
+    target = tiny_target("llama")
+    drafter = scripted(OracleDrafter, target, PROMPT, 12, max_position_embeddings=16)
+    output = dflow_greedy(target, drafter, PROMPT, max_new_tokens=12)
+    assert torch.equal(output.sequences, plain_greedy(target, PROMPT, 12))
+    assert drafter.anchor_positions == [] and output.statistics.num_spec_steps == 0
+    assert len(our_warnings(caplog)) == 1
+
+
+# -- windows
+
+
+class ObservedDrafter(PatternDrafter):
+    """Keeps each forward's input embeddings, positions and real logits."""
+
+    def draft_hidden(self, block_embeds, position_ids, extend, mask_for):
+        self.observed.append([block_embeds, position_ids[0]])
+        return super().draft_hidden(block_embeds, position_ids, extend, mask_for)
+
+    def compute_logits(self, hidden, target_head):
+        self.observed[-1].append(DFlowDrafter.compute_logits(self, hidden[..., :-3], target_head).clone())
+        return super().compute_logits(hidden, target_head)
+
+
+def rotate(states, positions, theta=10000.0):
+    """Rotary positions by definition: pairs (i, i + D/2) turned by position * theta^(-2i/D); `[heads, T, D]`."""
+    half = states.shape[-1] // 2
+    angles = positions[:, None] * theta ** (-torch.arange(half, dtype=states.dtype) / half)
+    first, second = states[..., :half], states[..., half:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def reference_logits(drafter, target, text, block_embeds, positions):
+    """Logits of one block by the formulas: the whole context in every layer, one mask, no cache."""
+    config = drafter.config
+    anchor = int(positions[0])
+    states = target(text[:, :anchor], output_hidden_states=True).hidden_states
+    context = drafter.hidden_norm(drafter.fc(torch.cat([states[i + 1] for i in config.target_layer_ids], dim=-1)))[0]
+    hidden = block_embeds[0]
+    key_positions = torch.arange(anchor + len(hidden))
+    distance = positions[:, None] - key_positions[None, :]
+    groups = config.num_attention_heads // config.num_key_value_heads
+
+    def heads(projection, norm, rows):
+        split = projection(rows).view(len(rows), -1, config.head_dim)
+        return (split if norm is None else norm(split)).transpose(0, 1)
+
+    for layer, kind in zip(drafter.layers, config.layer_types, strict=True):
+        attention, block = layer.self_attn, layer.input_layernorm(hidden)
+        rows = torch.cat([context, block])
+        queries = rotate(heads(attention.q_proj, attention.q_norm, block), positions)
+        keys = rotate(heads(attention.k_proj, attention.k_norm, rows), key_positions).repeat_interleave(groups, 0)
+        values = heads(attention.v_proj, None, rows).repeat_interleave(groups, 0)
+        scores = queries @ keys.transpose(1, 2) / config.head_dim**0.5
+        if kind == "sliding_attention":
+            reach = config.sliding_window if config.window_is_inclusive else config.sliding_window - 1
+            hides = distance.abs() > reach
+            if config.sliding_is_causal:
+                hides |= distance < 0
+            scores = scores.masked_fill(hides, -torch.inf)
+        mixed = (scores.softmax(dim=-1) @ values).transpose(0, 1).flatten(1)
+        hidden = hidden + attention.o_proj(mixed)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return target.get_output_embeddings()(drafter.norm(hidden))[1:]
+
+
+LAYERS = {
+    "mixed": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "sliding": ["sliding_attention"] * 2,
+    "full": ["full_attention"] * 2,
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("family", ["gpt2", "gemma_sliding"])
+@pytest.mark.parametrize("is_inclusive", [True, False], ids=["inclusive", "causal"])
+def test_cached_loop_is_the_masked_reference(layers, family, is_inclusive):
+    """A window applied to the wrong layers, off by one, or measured in the cut cache instead of in the text."""
+    target, prompt = tiny_target(family), prompt_of(30)
+    text = plain_greedy(target, prompt, 50)
+    drafter = tiny_drafter(
+        target,
+        drafter_class=ObservedDrafter,
+        num_hidden_layers=len(LAYERS[layers]),
+        layer_types=LAYERS[layers],
+        sliding_window=WINDOW,
+        window_is_inclusive=is_inclusive,
+        sliding_is_causal=not is_inclusive,
+    ).follow(text, prompt.shape[1])
+    drafter.pattern, drafter.observed = PATTERN, []
+    output = dflow_greedy(target, drafter, prompt, max_new_tokens=42)
+    assert_not_vacuous(output.statistics)
+    assert len(drafter.observed) == output.statistics.num_spec_steps > 6
+    for block_embeds, positions, logits in drafter.observed:
+        expected = reference_logits(drafter, target, text, block_embeds, positions)
+        torch.testing.assert_close(logits[0], expected, atol=FLOAT32, rtol=FLOAT32)
+
+
+@pytest.mark.parametrize("is_inclusive", [True, False])
+def test_sliding_drafter_sees_its_window_and_no_more(is_inclusive):
+    """Sliding layers run as full attention, or with a window that is a token too short."""
+    target = tiny_target("llama")
+    drafter = tiny_drafter(
+        target,
+        relay=None,
+        layer_types=["sliding_attention"] * 2,
+        sliding_window=WINDOW,
+        window_is_inclusive=is_inclusive,
+    )
+    anchor = 30
+    torch.manual_seed(0)
+    features = torch.randn(1, anchor, drafter.fc.in_features, dtype=torch.float64)
+
+    def logits(features):
+        session = DraftSession(
+            drafter,
+            target.get_input_embeddings(),
+            target.get_output_embeddings(),
+            vocab_size=64,
+            path=PathProcessor(LogitsProcessorList()),
+            processors=[],
+            use_relay=False,
+            device=torch.device("cpu"),
+        )
+        session.cache.append_context(features, 0)
+        return session.block_logits(torch.tensor([5]), anchor, None)
+
+    oldest_visible = anchor - (WINDOW if is_inclusive else WINDOW - 1)
+    beyond, at_the_edge = features.clone(), features.clone()
+    beyond[:, :oldest_visible] = 7.0 * torch.randn_like(beyond[:, :oldest_visible])
+    at_the_edge[:, oldest_visible] = 7.0 * torch.randn_like(at_the_edge[:, oldest_visible])
+    assert torch.equal(logits(beyond), logits(features))
+    assert (logits(at_the_edge) - logits(features)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": None}, "'layer_types' is missing"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"layer_types": ["full_attention"]}, "1 entries for 2 layers"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_window' is missing"),
+    ],
+)
+def test_layer_types_are_never_guessed(change, words):
+    """Full attention where the configuration does not say what a layer is."""
+    with pytest.raises(DrafterConfigError, match=words):
+        tiny_drafter(tiny_target("llama"), **change)
+
+
+# -- number formats
+
+
+@pytest.mark.parametrize("drafter_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target_dtype", DTYPES, ids=str)
+def test_every_pair_of_number_formats(target_dtype, drafter_dtype, caplog):
+    """Features, embeddings or logits that meet weights of another format."""
+    target = tiny_target("llama", dtype=target_dtype)
+    drafter = scripted(PatternDrafter, target, PROMPT, 30, pattern=PATTERN, dtype=drafter_dtype)
+    output = dflow_greedy(target, drafter, PROMPT, max_new_tokens=30)
+    ours, plain = output.sequences[0], plain_greedy(target, PROMPT, 30)[0]
+    assert_not_vacuous(output.statistics)
+    assert len(ours) == len(plain) and our_warnings(caplog) == []
+    assert target_dtype != torch.float32 or torch.equal(ours, plain)
+    differs = (ours != plain).nonzero().flatten()
+    if len(differs):  # a block and a single token round differently; only a near tie may tip over
+        at = int(differs[0])
+        logits = target(ours[None, :at]).logits[0, -1].float()
+        assert (logits[ours[at]] - logits[plain[at]]).abs() <= NEAR_TIE
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_drafter_that_overflows(do_sample, caplog):
+    """NaN drafts accepted, drawn from, or drafted for ever; a warning each step."""
+    caplog.set_level(logging.WARNING)
+    target = tiny_target("llama", dtype=torch.float32)
+    drafter = tiny_drafter(target, dtype=torch.float16)
+    for layer in drafter.layers:
+        layer.mlp.down_proj.weight.mul_(1e5)
+    kwargs = {"max_new_tokens": 24, "return_dict_in_generate": True, "do_sample": do_sample, "top_k": 0}
+    output = target.generate(PROMPT, assistant_model=drafter, speculation_type="dflow", **kwargs)
+    assert output.sequences.shape[1] == PROMPT.shape[1] + 24
+    assert do_sample or torch.equal(output.sequences, plain_greedy(target, PROMPT, 24))
+    assert output.statistics.num_draft_forwards == 1
+    (warning,) = our_warnings(caplog)
+    assert "non-finite" in warning and "float16" in warning
