@@ -1,0 +1,162 @@
+"""One wait for the device in a step, whatever is collected: each further one costs a pipeline bubble on a GPU."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from kit import PatternDrafter, dflow_greedy, prompt_of, scripted, tiny_drafter, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import hf_dflow
+
+PACKAGE = str(Path(hf_dflow.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+METHODS = "item tolist numpy cpu nonzero __bool__ __int__ __float__ __index__ __array__ __contains__ unique".split()
+WAITING_OPS = ("nonzero", "_local_scalar_dense", "is_nonzero", "masked_select", "unique", "_unique2", "equal")
+ALLOWED_PER_STEP = 1
+
+
+def _caller() -> str | None:
+    """Place in hf_dflow that waits: the innermost frame outside torch, if it is ours."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name != __file__ and not name.startswith(TORCH):
+            return f"{Path(name).name}:{frame.f_lineno}" if name.startswith(PACKAGE) else None
+        frame = frame.f_back
+    return None
+
+
+class WaitingOps(TorchDispatchMode):
+    """Ops whose result's size or value the host must know, boolean indexing among them."""
+
+    def __init__(self, waits: Counter):
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else []
+        by_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+        if (name in WAITING_OPS or by_mask) and (caller := _caller()):
+            self.waits[caller, name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Counts (place, method) of every wait that hf_dflow itself causes."""
+    counted = Counter()
+    for name in METHODS:
+        original = getattr(torch.Tensor, name)
+
+        def counting(self, *args, original=original, name=name, **kwargs):
+            if caller := _caller():
+                counted[caller, name] += 1
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counting)
+    return counted
+
+
+def _waits_and_steps(waits: Counter, call) -> tuple[Counter, int]:
+    """What one call adds to `waits`, and its target forwards."""
+    waits.clear()
+    with WaitingOps(waits):
+        statistics = call()
+    # One wait is seen as a method and again as the op below it.
+    by_place = Counter()
+    for (place, _), count in waits.items():
+        by_place[place] = max(by_place[place], count)
+    return by_place, statistics.num_target_forwards
+
+
+EVERYTHING = {
+    "output_scores": True,
+    "output_logits": True,
+    "output_hidden_states": True,
+    "output_attentions": True,
+    "eos_token_id": [62, 61],
+}
+SETTINGS = {
+    "greedy": {"do_sample": False},
+    "greedy, everything collected": {"do_sample": False, **EVERYTHING},
+    "block verification": {"do_sample": True, "top_k": 0},
+    "token verification": {"do_sample": True, "verification": "token"},
+    "warpers": {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 30},
+    "prefix processors": {"do_sample": True, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_p": 0.01},
+    "sampled, everything collected": {"do_sample": True, **EVERYTHING},
+    "no relay": {"do_sample": False, "use_relay": False},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_wait_in_a_step(waits, name):
+    """Catches a value read on the host (`.item()`, a mask index, a truth value) in a line of the loop."""
+    target, prompt = tiny_target(), prompt_of(9)
+    drafter = tiny_drafter(target, 6)
+    options = dict(SETTINGS[name])
+    own = {key: options.pop(key) for key in ("verification", "use_relay") if key in options}
+    drafter.config.generation_defaults = own
+
+    def call(new_tokens):
+        return target.generate(
+            prompt,
+            assistant_model=drafter,
+            speculation_type="dflow",
+            max_new_tokens=new_tokens,
+            return_dict_in_generate=True,
+            **options,
+        ).statistics
+
+    torch.manual_seed(0)
+    short, short_steps = _waits_and_steps(waits, lambda: call(8))
+    torch.manual_seed(0)
+    long, long_steps = _waits_and_steps(waits, lambda: call(40))
+    assert long_steps > short_steps + 10
+    added = long - short
+    assert sum(added.values()) <= ALLOWED_PER_STEP * (long_steps - short_steps), added
+    assert sum(long.values()) > 0  # the one wait is seen, so the counter works
+
+
+def test_accepted_lengths_and_results_change_nothing(waits):
+    """Catches a wait for each accepted draft, and statistics that ask the device once more."""
+    target, prompt = tiny_target(), prompt_of(9)
+    drafter = scripted(PatternDrafter, target, prompt, 40, pattern=[5, 1, 0, 3])
+    counts = set()
+    for return_dict in (True, False):
+        for pattern in ([5, 1, 0, 3], [0]):
+            drafter.pattern, forwards = pattern, []
+            handle = target.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
+
+            def call(return_dict=return_dict):
+                dflow_greedy(target, drafter, prompt, max_new_tokens=40, return_dict_in_generate=return_dict)
+                return hf_dflow.AcceptanceStatistics()
+
+            by_place, _ = _waits_and_steps(waits, call)
+            handle.remove()
+            counts.add(sum(by_place.values()) - len(forwards))
+    assert len(counts) == 1, counts  # what a call costs beyond one wait for each target forward
+
+
+class Own(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_the_counter_counts(waits):
+    """Guards the tests above: judging rows one by one waits for each row, which must show."""
+    target, prompt = tiny_target(), prompt_of(9)
+    drafter = scripted(PatternDrafter, target, prompt, 40, pattern=[5])
+    by_place, forwards = _waits_and_steps(
+        waits,
+        lambda: (
+            dflow_greedy(
+                target, drafter, prompt, max_new_tokens=40, logits_processor=LogitsProcessorList([Own()])
+            ).statistics
+        ),
+    )
+    assert sum(by_place.values()) > 3 * forwards
