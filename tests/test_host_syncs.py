@@ -14,7 +14,8 @@ import hf_dflow
 
 PACKAGE = str(Path(hf_dflow.__file__).parent)
 TORCH = str(Path(torch.__file__).parent)
-METHODS = "item tolist numpy cpu nonzero __bool__ __int__ __float__ __index__ __array__ __contains__ unique".split()
+METHODS = ("item", "tolist", "numpy", "cpu", "nonzero", "unique", "__array__", "__contains__")
+METHODS += ("__bool__", "__int__", "__float__", "__index__")
 WAITING_OPS = ("nonzero", "_local_scalar_dense", "is_nonzero", "masked_select", "unique", "_unique2", "equal")
 ALLOWED_PER_STEP = 1
 
