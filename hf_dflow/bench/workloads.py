@@ -1,5 +1,7 @@
-"""Prompts to measure on. None of the bundled ones occurs in the data that the bundled drafter was trained on, which holds
-other prompts of the same kinds."""
+"""Prompts to measure on.
+
+None of the bundled ones occurs in the bundled drafter's training data, which holds other prompts of the same kinds.
+"""
 
 import gzip
 import importlib.util

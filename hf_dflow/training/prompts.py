@@ -9,7 +9,7 @@ def own_prompts() -> list[str]:
     """All prompts, tasks mixed, in a fixed order."""
     data = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
     given = data["fillings"]
-    fillings = {
+    fillings: dict[str, list[tuple[str, ...]]] = {
         "code": [(text,) for text in given["code"]],
         "math": [(text.format(*pair),) for text, pair in itertools.product(given["math"], data["numbers"])],
         "translation": list(itertools.product(given["translation"], data["languages"])),
