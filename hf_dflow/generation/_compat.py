@@ -24,11 +24,21 @@ def get_cache(container: Any) -> Cache | None:
 
 
 def is_croppable(cache: Cache) -> bool:
-    """Whether rejected rows can be taken back out of `cache` (known only after the first forward)."""
+    """Whether rejected rows can be taken back out of `cache`. Some layers know only after the first forward.
+
+    Indexed (sparse) attention is no: its own block, single-token and full forwards disagree, so nothing is exact on it.
+    """
     if not getattr(cache, "is_croppable", True):
         return False
-    layers = getattr(cache, "layers", [])
-    return not any("LinearAttention" in type(layer).__name__ for layer in layers)
+    names = [type(layer).__name__ for layer in getattr(cache, "layers", [])]
+    return not any("LinearAttention" in name or "Indexed" in name for name in names)
+
+
+def logits_width(model: Any, head: Any) -> int:
+    """Width of the target's logits, which padding can make larger than the vocabulary."""
+    weight = getattr(head, "weight", None)
+    width = getattr(head, "out_features", None) or (None if weight is None else weight.shape[0])
+    return width or model.config.get_text_config().vocab_size
 
 
 def crop(cache: Cache, rows: int) -> None:

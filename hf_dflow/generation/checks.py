@@ -3,7 +3,7 @@
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_dflow.errors import PairMismatchError, UnsupportedGenerationError
-from hf_dflow.generation._compat import get_cache
+from hf_dflow.generation._compat import get_cache, is_croppable
 from hf_dflow.modeling_dflow import DFlowDrafter
 
 FLAG = 'speculation_type="dflow"'
@@ -40,6 +40,10 @@ def check_mode(generation_config: GenerationConfig, drafter) -> None:
         "token_healing": bool(generation_config.token_healing),
         "cache_implementation": generation_config.cache_implementation not in (None, "dynamic"),
     }
+    if refused.pop("use_cache"):
+        raise UnsupportedGenerationError(
+            f"{FLAG} needs use_cache=True: the target's cache is what drafts are checked on."
+        )
     for name, is_refused in refused.items():
         if is_refused:
             raise UnsupportedGenerationError(
@@ -78,10 +82,35 @@ def check_call(batch_size: int, synced_gpus: bool, model_kwargs: dict) -> None:
     if model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(f"{FLAG} does not support inputs_embeds; pass input_ids.")
     cache = get_cache(model_kwargs)
-    if not isinstance(cache, Cache):
-        raise UnsupportedGenerationError(f"{FLAG} needs use_cache=True and a model that takes a transformers Cache.")
     if not isinstance(cache, DynamicCache):
-        raise UnsupportedGenerationError(f"{FLAG} supports DynamicCache, got {type(cache).__name__}.")
+        raise UnsupportedGenerationError(
+            f"{FLAG} needs a DynamicCache to take rejected drafts out of, this target uses "
+            f"{'none' if cache is None else type(cache).__name__}; decode without the drafter."
+        )
+    if cache.get_seq_length() == 0 and not is_croppable(cache):
+        _refuse_layers("This target")
+
+
+def check_first_outputs(model: PreTrainedModel, cache: Cache, hidden_states: tuple) -> None:
+    """Refuse what only the first forward shows.
+
+    Raises:
+        UnsupportedGenerationError: A layer cannot be rolled back, or its states are not one vector for each token.
+    """
+    if not is_croppable(cache):
+        _refuse_layers(type(model).__name__)
+    if any(states.ndim != 3 for states in hidden_states):
+        raise UnsupportedGenerationError(
+            f"{type(model).__name__} has hidden states of {hidden_states[0].ndim} dimensions, a drafter reads (batch, "
+            "tokens, hidden); decode without the drafter."
+        )
+
+
+def _refuse_layers(who: str) -> None:
+    raise UnsupportedGenerationError(
+        f"{who} has layers (linear, recurrent or sparse attention) that rejected drafts cannot be taken out of "
+        "exactly; decode without the drafter."
+    )
 
 
 def check_pair(model: PreTrainedModel, drafter: DFlowDrafter) -> None:

@@ -96,13 +96,19 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
         raise UnsupportedGenerationError(
             f"verification='{options.verification}' is unknown; use one of {', '.join(SAMPLING_RULES)}."
         )
-    if not isinstance(options.num_draft_tokens, int) or not 1 <= options.num_draft_tokens <= longest:
+    if type(options.num_draft_tokens) is not int or not 1 <= options.num_draft_tokens <= longest:
         raise UnsupportedGenerationError(
             f"num_draft_tokens={options.num_draft_tokens}; this drafter's block of {longest + 1} allows 1 … {longest}."
         )
     threshold = options.acceptance_threshold
-    if threshold is not None and not 0.0 < threshold <= 1.0:
-        raise UnsupportedGenerationError(f"acceptance_threshold={threshold}; use a probability in (0, 1].")
+    if threshold is not None and not (isinstance(threshold, int | float) and 0.0 < threshold <= 1.0):
+        raise UnsupportedGenerationError(f"acceptance_threshold={threshold!r}; use a probability in (0, 1].")
+    given = [] if options.acceptance_processors is None else options.acceptance_processors
+    if not isinstance(given, list | tuple) or not all(isinstance(one, AcceptanceProcessor) for one in given):
+        raise UnsupportedGenerationError(
+            f"acceptance_processors={given!r}; give a list of AcceptanceProcessor objects. A LogitsProcessor goes into "
+            "generate's own logits_processor."
+        )
     lossy = [type(processor).__name__ for processor in options.all_processors if processor.is_lossy]
     if lossy and options.verification == "block":
         raise UnsupportedGenerationError(

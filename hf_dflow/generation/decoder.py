@@ -2,62 +2,25 @@
 
 import copy
 import logging
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import _compat
-from hf_dflow.generation.checks import check_call, check_mode, check_pair, check_target
+from hf_dflow.generation.checks import check_call, check_first_outputs, check_mode, check_pair, check_target
 from hf_dflow.generation.configuration import DFlowOptions, resolve_options
 from hf_dflow.generation.drafting import DraftBlock, DraftSession
-from hf_dflow.generation.feedback import VerifierFeedback, make_feedback
+from hf_dflow.generation.feedback import make_feedback
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.path import PathProcessor
 from hf_dflow.generation.records import Records
-from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.generation.state import DecodeState, Emission
 from hf_dflow.generation.stopping import StopPlan
-from hf_dflow.generation.verification import Verification, Verifier
+from hf_dflow.generation.verification import Verification, Verifier, choose_rule
 from hf_dflow.modeling_dflow import DFlowDrafter
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class DecodeState:
-    """Everything that changes from step to step."""
-
-    input_ids: torch.Tensor  # [B, T] committed tokens, padding included
-    model_kwargs: dict[str, Any]  # the target's mask, positions and cache, for T tokens
-    next_position: int  # absolute position of the next row the target computes, padding not counted
-    padding: int  # left padding of the prompt
-    feedback: VerifierFeedback | None = None
-    can_draft: bool = True
-    is_prefill: bool = True
-    is_finished: bool = False
-    statistics: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
-
-    @property
-    def cache(self) -> Cache:
-        cache = _compat.get_cache(self.model_kwargs)
-        assert cache is not None  # checked before the first forward
-        return cache
-
-
-@dataclass(frozen=True)
-class Emission:
-    """What of a step enters the output."""
-
-    new_ids: torch.Tensor  # [B, n]
-    tokens: list[int]  # the same on the host
-    accepted: int  # how many of them are drafts
-    is_last: bool
-
-    @property
-    def count(self) -> int:
-        return len(self.tokens)
 
 
 class DFlowDecoder:
@@ -78,6 +41,7 @@ class DFlowDecoder:
         if unknown:
             allowed = ", ".join(DFlowOptions.__dataclass_fields__)
             raise TypeError(f"DFlowDecoder got unknown options {sorted(unknown)}; allowed: {allowed}")
+        resolve_options(drafter, GenerationConfig(), options)  # a bad value is refused here, not at the first call
         self.drafter, self.streamer, self.options = drafter, streamer, options
 
     def __call__(
@@ -139,16 +103,16 @@ class _Call:
         self.do_sample = bool(generation_config.do_sample)
         path = PathProcessor(logits_processor)
         processors = copy.deepcopy(options.all_processors)  # what they learn belongs to this call
-        self.processors = processors
+        self.acceptance_processors = processors
         self.stop = StopPlan(stopping_criteria, generation_config.max_length)
-        self.verifier = Verifier(self._rule(path, processors), path, processors, self.stop.eos_ids)
+        self.verifier = Verifier(choose_rule(self.do_sample, options, path), path, processors)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.device = model.device
         self.session = DraftSession(
             drafter,
             embedding,
             head,
-            vocab_size=self._vocab_size(head),
+            vocab_size=_compat.logits_width(model, head),
             path=path,
             processors=processors,
             use_relay=bool(options.use_relay),
@@ -158,6 +122,13 @@ class _Call:
 
     def run(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> GenerateDFlowOutput | torch.Tensor:
         state = self._start(input_ids, model_kwargs)
+        try:
+            self._loop(state)
+        finally:
+            state.give_cache_back()
+        return self._result(state)
+
+    def _loop(self, state: DecodeState) -> None:
         while not state.is_finished:
             draft_uniforms, verify_uniforms = self._uniforms(num_drafts := self._num_drafts(state))
             # 1. the first turn drafts nothing and verifies nothing: its target forward is the prefill
@@ -175,7 +146,6 @@ class _Call:
             self._record(state, draft, emission)
         if self.streamer is not None:
             self.streamer.end()
-        return self._result(state)
 
     # -- the lines of the loop
 
@@ -192,7 +162,9 @@ class _Call:
                 "that is computed from here on.",
                 cached,
             )
-        state = DecodeState(input_ids, model_kwargs, next_position=max(0, cached - padding), padding=padding)
+        state = DecodeState(
+            input_ids, model_kwargs, next_position=max(0, cached - padding), padding=padding, cached_rows=cached
+        )
         state.statistics.verification = self.verifier.rule
         state.statistics.lossless = not self.verifier.relaxing
         if self.verifier.relaxing:
@@ -241,17 +213,15 @@ class _Call:
             is_prefill=state.is_prefill,
         )
         outputs = self.model(**{**inputs, "output_hidden_states": True})
-        if state.is_prefill and not _compat.is_croppable(state.cache):
-            raise UnsupportedGenerationError(
-                f"{type(self.model).__name__} has layers that rejected drafts cannot be taken out of; decode without "
-                "the drafter."
-            )
+        if state.is_prefill:
+            check_first_outputs(self.model, state.cache, outputs.hidden_states)
         verification = self.verifier(
             state.input_ids,
             draft,
             outputs.logits[:, -num_drafts - 1 :].to(self.device),
             _compat.capture_features(outputs.hidden_states, self.drafter.config.target_layer_ids),
             uniforms,
+            lambda new_ids, rows: self.stop.ends(state.input_ids, new_ids, self.records.scores_with(rows)),
         )
         return outputs, verification
 
@@ -277,9 +247,16 @@ class _Call:
             state.can_draft = False
         new_ids = torch.cat([draft.token_ids[:, :accepted], verification.bonus_ids[:, None]], dim=1)
         new_tokens = [*draft_tokens[:accepted], bonus]
-        count, is_last = self.stop.clip(
-            state.input_ids, new_ids, new_tokens, lambda count: self.records.scores_until(verification, count)
-        )
+        if verification.is_stopped:
+            count, is_last = accepted, True
+        else:
+            count, is_last = self.stop.clip(
+                state.input_ids,
+                new_ids,
+                new_tokens,
+                lambda count: self.records.scores_with(verification.scores[:, :count]),
+                asked=accepted if self.verifier.path.is_lazy else 0,
+            )
         return Emission(new_ids[:, :count], new_tokens[:count], min(accepted, count), is_last)
 
     def _commit(
@@ -289,6 +266,7 @@ class _Call:
         count = emission.count
         state.is_finished = emission.is_last
         _compat.crop(state.cache, 0 if state.is_prefill else draft.token_ids.shape[1] + 1 - count)
+        state.cached_rows = state.cache.get_seq_length()
         features = verification.features
         features = features[:, self._padded_rows(state) :] if state.is_prefill else features[:, :count]
         if state.can_draft and not state.is_finished:
@@ -299,10 +277,10 @@ class _Call:
         state.model_kwargs = _compat.advance(self.model, outputs, state.model_kwargs, count)
 
     def _feed_back(self, state: DecodeState, draft: DraftBlock, verification: Verification) -> None:
-        needs_logits = bool(self.processors)
+        needs_logits = bool(self.acceptance_processors)
         wanted = (self.session.use_relay or needs_logits) and state.can_draft and not state.is_finished
         state.feedback = make_feedback(draft, verification, with_logits=needs_logits) if wanted else None
-        for processor in self.processors:
+        for processor in self.acceptance_processors:
             processor.observe(draft, verification)
 
     def _record(self, state: DecodeState, draft: DraftBlock, emission: Emission) -> None:
@@ -315,36 +293,22 @@ class _Call:
     # -- helpers
 
     def _result(self, state: DecodeState) -> GenerateDFlowOutput | torch.Tensor:
-        _compat.stop_past_recording(state.cache)
         state.statistics.per_row = [copy.copy(state.statistics)]
         if not self.config.return_dict_in_generate:
             return state.input_ids
         return self.records.output(state.input_ids, state.cache, state.statistics)
 
-    def _rule(self, path: PathProcessor, processors) -> str:
-        if not self.do_sample:
-            return "greedy"
-        asked = self.options.verification
-        if path.is_lazy and asked == "block":
-            raise UnsupportedGenerationError(
-                f"verification='block' judges all rows at once, which {', '.join(path.unknown)} may not survive (it is "
-                "not known to be a pure function); use verification='token'."
-            )
-        needs_token = path.is_lazy or any(processor.is_lossy for processor in processors)
-        return asked or ("token" if needs_token else "block")
+    def _uncached(self, state: DecodeState) -> int | None:
+        """How many of the prompt's tokens the target has not seen; `None` for all.
 
-    def _vocab_size(self, head) -> int:
-        weight = getattr(head, "weight", None)
-        out_features = getattr(head, "out_features", None)
-        if out_features is None and weight is not None:
-            out_features = weight.shape[0]
-        return out_features or self.model.config.get_text_config().vocab_size
-
-    @staticmethod
-    def _uncached(state: DecodeState) -> int | None:
-        """How many of the prompt's tokens the target has not seen; `None` for all."""
+        Behind a filled cache `input_ids` may be the whole sequence or only what is new. As in `generate`'s own prefill
+        the attention mask, which is always whole, tells which; a mask of ones has been dropped, its length noted.
+        """
         cached = state.cache.get_seq_length()
-        return state.input_ids.shape[1] - cached if cached else None
+        mask = state.model_kwargs.get("attention_mask")
+        mask_length = getattr(self.config, "_mask_length", -1) if mask is None else mask.shape[1]
+        is_whole = mask_length == state.input_ids.shape[1]
+        return state.input_ids.shape[1] - cached if cached and is_whole else None
 
     @staticmethod
     def _padded_rows(state: DecodeState) -> int:

@@ -25,11 +25,9 @@ class Records:
         self.hidden_states: list[tuple] | None = [] if wanted and config.output_hidden_states else None
         self.attentions: list[tuple] | None = [] if wanted and config.output_attentions else None
 
-    def scores_until(self, verification: Verification, count: int) -> tuple[torch.Tensor, ...] | None:
-        """Scores up to and including the step's `count`-th token, for stopping criteria; `None` if not collected."""
-        if self.scores is None:
-            return None
-        return (*self.scores, *verification.scores[:, :count].unbind(1))
+    def scores_with(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        """Scores of all tokens, those of a step `[B, k, V]` last, for stopping criteria; `None` if not collected."""
+        return None if self.scores is None else (*self.scores, *rows.unbind(1))
 
     def add(self, verification: Verification, outputs, count: int, is_prefill: bool) -> None:
         """Add the first `count` tokens of a step."""

@@ -1,5 +1,7 @@
 """Where a committed block ends: at the same token as plain decoding."""
 
+from collections.abc import Callable
+
 import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
@@ -29,7 +31,12 @@ class StopPlan:
                 self.asks_criteria = True
 
     def clip(
-        self, prefix_ids: torch.Tensor, new_ids: torch.Tensor, new_tokens: list[int], scores_until
+        self,
+        prefix_ids: torch.Tensor,
+        new_ids: torch.Tensor,
+        new_tokens: list[int],
+        scores_with: Callable[[int], tuple[torch.Tensor, ...] | None],
+        asked: int = 0,
     ) -> tuple[int, bool]:
         """How many of the new tokens are emitted, and whether the sequence ends there.
 
@@ -37,13 +44,24 @@ class StopPlan:
             prefix_ids (`torch.LongTensor` of shape `(1, T)`): Committed tokens.
             new_ids (`torch.LongTensor` of shape `(1, n)`): What the step would commit.
             new_tokens (`list[int]`): The same on the host.
-            scores_until (`Callable[[int], tuple | None]`): Scores up to and including the k-th new token.
+            scores_with (`Callable[[int], tuple | None]`): Scores up to and including the k-th new token.
+            asked (`int`, *optional*, defaults to 0): So many new tokens are known not to end the sequence.
         """
-        for count, token in enumerate(new_tokens, 1):
-            ends = token in self.eos_ids or prefix_ids.shape[1] + count >= self.max_length
+        for count in range(asked + 1, len(new_tokens) + 1):
             if self.asks_criteria:
-                ids = torch.cat([prefix_ids, new_ids[:, :count]], dim=1)
-                ends = bool(self.criteria(ids, scores_until(count)).all())
+                ends = self._criteria_end(prefix_ids, new_ids[:, :count], scores_with(count))
+            else:
+                length = prefix_ids.shape[1] + count
+                ends = new_tokens[count - 1] in self.eos_ids or length >= self.max_length
             if ends:
                 return count, True
         return len(new_tokens), False
+
+    def ends(self, prefix_ids: torch.Tensor, new_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
+        """Whether the sequence ends with the last of `new_ids` `(1, k)`, none of those before having ended it."""
+        if self.asks_criteria:
+            return self._criteria_end(prefix_ids, new_ids, scores)
+        return int(new_ids[0, -1]) in self.eos_ids or prefix_ids.shape[1] + new_ids.shape[1] >= self.max_length
+
+    def _criteria_end(self, prefix_ids, new_ids, scores) -> bool:
+        return bool(self.criteria(torch.cat([prefix_ids, new_ids], dim=1), scores).all())

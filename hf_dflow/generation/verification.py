@@ -1,14 +1,21 @@
 """One target forward over anchor and drafts, and what it decides."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.acceptance import AcceptanceContext, AcceptanceProcessor
+from hf_dflow.generation.configuration import DFlowOptions
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.path import PathProcessor
 from hf_dflow.kernels import verify_block
+
+# (new token ids [1, k], their score rows [1, k, V]) -> whether the sequence ends with the k-th, given that it did not
+# end before. Asked once for each token, as plain decoding asks its stopping criteria.
+EndsWith = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,7 @@ class Verification:
     scores: torch.Tensor  # [B, up to N + 1, V] float32, processed
     features: torch.Tensor  # [B, rows, taps * target_hidden_size]; rows is N + 1, or the prompt's length at prefill
     is_number: torch.Tensor  # [B] False where sampling would meet NaN
+    is_stopped: bool = False  # rows were judged one by one, and the sequence ends with the last accepted draft
 
 
 class Verifier:
@@ -33,11 +41,10 @@ class Verifier:
         rule (`str`): "greedy", "token" or "block".
         path (`PathProcessor`): The call's logits processors.
         processors (`list[AcceptanceProcessor]`): The call's acceptance processors.
-        eos_ids (`set[int]`): Tokens that end the sequence.
     """
 
-    def __init__(self, rule: str, path: PathProcessor, processors: list[AcceptanceProcessor], eos_ids: set[int]):
-        self.rule, self.path, self.eos_ids = rule, path, eos_ids
+    def __init__(self, rule: str, path: PathProcessor, processors: list[AcceptanceProcessor]):
+        self.rule, self.path = rule, path
         self.relaxing = [processor for processor in processors if processor.is_lossy]
 
     def __call__(
@@ -47,6 +54,7 @@ class Verifier:
         target_logits: torch.Tensor,
         features: torch.Tensor,
         uniforms: torch.Tensor | None,
+        ends: EndsWith,
     ) -> Verification:
         """Accept or reject.
 
@@ -56,11 +64,13 @@ class Verifier:
             target_logits (`torch.Tensor` of shape `(B, N + 1, V)`): Raw logits of anchor and drafts.
             features (`torch.Tensor` of shape `(B, rows, taps * target_hidden_size)`): Tapped states of all rows.
             uniforms (`torch.Tensor` of shape `(B, N + 1)`, *optional*): Numbers in [0, 1); unused when greedy.
+            ends (`EndsWith`): Asked, where rows are judged one by one, whether an accepted draft ends the sequence.
         """
         raw_logits = target_logits.float()  # plain generation compares in float32, whatever the model computes in
         path_ids = torch.cat([prefix_ids, draft.token_ids], dim=1)
+        is_stopped = False
         if self.path.is_lazy:
-            accepted, bonus, scores = self._one_by_one(path_ids, draft, raw_logits, uniforms)
+            accepted, bonus, scores, is_stopped = self._one_by_one(path_ids, draft, raw_logits, uniforms, ends)
         else:
             scores = self.path.target(path_ids, raw_logits)
             accepted, bonus = self._decide(draft.token_ids, draft.logits, scores, uniforms)
@@ -71,6 +81,7 @@ class Verifier:
             scores=scores,
             features=features,
             is_number=self._is_number(scores, accepted),
+            is_stopped=is_stopped,
         )
 
     def _decide(
@@ -96,13 +107,18 @@ class Verifier:
         return decision.accepted_length, decision.bonus_ids
 
     def _one_by_one(
-        self, path_ids: torch.Tensor, draft: DraftBlock, raw_logits: torch.Tensor, uniforms: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        path_ids: torch.Tensor,
+        draft: DraftBlock,
+        raw_logits: torch.Tensor,
+        uniforms: torch.Tensor | None,
+        ends: EndsWith,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
         """Process a row only once all drafts before it are accepted: the processors see what plain decoding shows."""
         num_drafts = draft.token_ids.shape[1]
         prefix_length = path_ids.shape[1] - num_drafts
         rows: list[torch.Tensor] = []
-        count = 0  # drafts accepted so far
+        count, is_stopped = 0, False  # drafts accepted so far
         while True:
             rows.append(self.path.target_row(path_ids[:, : prefix_length + count], raw_logits[:, count]))
             judged = slice(count, min(count + 1, num_drafts))  # the next draft, or none behind the last
@@ -114,9 +130,10 @@ class Verifier:
             if not int(accepted[0]):
                 break
             count += 1
-            if int(draft.token_ids[0, count - 1]) in self.eos_ids:  # a grammar must not be asked what follows the end
+            is_stopped = ends(draft.token_ids[:, :count], torch.stack(rows, dim=1))
+            if is_stopped:  # a grammar must not be asked what follows the end
                 break
-        return torch.full_like(accepted, count), bonus, torch.stack(rows, dim=1)
+        return torch.full_like(accepted, count), bonus, torch.stack(rows, dim=1), is_stopped
 
     def _is_number(self, scores: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         """Plain sampling refuses NaN and +inf, plain greedy decoding does not."""
@@ -125,3 +142,20 @@ class Verifier:
         is_judged = torch.arange(scores.shape[1], device=scores.device) <= accepted[:, None]
         top = scores.amax(dim=-1)  # NaN wins a maximum, and a row of -inf has no law
         return (top.isfinite() | ~is_judged).all(dim=-1)
+
+
+def choose_rule(do_sample: bool, options: DFlowOptions, path: PathProcessor) -> str:
+    """The verification rule of a call.
+
+    Raises:
+        UnsupportedGenerationError: Block verification was asked for, which processors of unknown kind do not survive.
+    """
+    if not do_sample:
+        return "greedy"
+    if path.is_lazy and options.verification == "block":
+        raise UnsupportedGenerationError(
+            f"verification='block' judges all rows at once, which {', '.join(path.unknown)} may not survive (it is not "
+            "known to be a pure function); use verification='token'."
+        )
+    needs_token = path.is_lazy or any(processor.is_lossy for processor in options.all_processors)
+    return options.verification or ("token" if needs_token else "block")
