@@ -225,8 +225,8 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write figures and conditions here.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="Drafter folder; the bundled one by default.")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Pairs for each prompt.")] = 6,
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs for each prompt.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
 ) -> None:
     """Time this package's loop against transformers' own on SmolLM2; exit code 1 if a goal is missed."""
