@@ -158,8 +158,11 @@ def test_returned_cache_continues(family):
     for ours, theirs in zip(held.layers, cache_of(plain).layers, strict=True):
         assert_close((ours.keys, ours.values), (theirs.keys, theirs.values), FLOAT32)
     longer = plain_greedy(target_of(family), PROMPT, 2 * NEW_TOKENS)
-    continued = plain_greedy(target_of(family), output.sequences, NEW_TOKENS, past_key_values=held)
-    assert torch.equal(continued, longer)
+    for out in (output, plain):
+        continued = plain_greedy(target_of(family), out.sequences, NEW_TOKENS, past_key_values=cache_of(out))
+        assert torch.equal(continued, longer)
+    # A sliding layer that still recorded its past would keep every row from here on.
+    assert [layer.keys.shape for layer in held.layers] == [layer.keys.shape for layer in cache_of(plain).layers]
 
 
 def test_statistics_by_hand():
