@@ -20,7 +20,7 @@ from kit import (
     tiny_target,
 )
 
-from hf_dflow import DFlowDecoder, DFlowGenerationConfig
+from hf_dflow import AcceptanceProcessor, DFlowDecoder, DFlowGenerationConfig
 
 NEW_TOKENS = 48
 PROMPT = prompt_of(12)
@@ -100,10 +100,10 @@ def test_unscripted_drafter(family):
     assert torch.equal(output.sequences, plain_text(family))
 
 
-def lengths_with_relay(use_relay, relay):
+def lengths_with_relay(use_relay, relay, **options):
     drafter = scripted(NudgedDrafter, target_of("llama"), PROMPT, NEW_TOKENS, relay=relay)
     config = DFlowGenerationConfig(
-        use_relay=use_relay, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, pad_token_id=0
+        use_relay=use_relay, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, pad_token_id=0, **options
     )
     output = target_of("llama").generate(PROMPT, assistant_model=drafter, generation_config=config)
     assert torch.equal(output.sequences, plain_text("llama"))
@@ -114,7 +114,10 @@ def lengths_with_relay(use_relay, relay):
 def test_relay_changes_drafts_and_nothing_else():
     """A relay that is computed and thrown away, or applied when it is switched off."""
     assert lengths_with_relay(True, "random") != lengths_with_relay(False, "random")
-    assert lengths_with_relay(False, "random") == lengths_with_relay(False, "zero")
+    off = lengths_with_relay(False, "random")
+    assert off == lengths_with_relay(False, "zero")
+    # A processor asks for feedback; that must not switch the relay on.
+    assert off == lengths_with_relay(False, "random", acceptance_processors=[AcceptanceProcessor()])
 
 
 def test_zero_relay_is_no_relay():
