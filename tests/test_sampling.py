@@ -68,12 +68,13 @@ def test_acceptance_rate_of_one_token(rule):
         logits=draft_law.expand(rows, 1, 3),
         is_finite=torch.ones(rows, dtype=torch.bool),
     )
-    verification = Verifier(rule, PathProcessor(LogitsProcessorList()), [], set())(
+    verification = Verifier(rule, PathProcessor(LogitsProcessorList()), [])(
         torch.zeros(rows, 4, dtype=torch.long),
         block,
         target_law.expand(rows, 2, 3),
         torch.zeros(rows, 2, 1),
         torch.rand(rows, 2, generator=generator, dtype=torch.float64),
+        lambda new_ids, rows: False,
     )
     is_accepted = verification.accepted_length.bool()
     assert 0.10 < is_accepted.double().mean() < 0.122

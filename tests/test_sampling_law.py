@@ -105,7 +105,7 @@ def relay_of_the_same_step(monkeypatch):
         redraft.append(lambda peek: draft(session, prefix_ids, anchor_position, num_drafts, peek, None).logits)
         return draft(session, prefix_ids, anchor_position, num_drafts, feedback, uniforms)
 
-    def peeking(verifier, prefix_ids, block, target_logits, features, uniforms):
+    def peeking(verifier, prefix_ids, block, target_logits, features, uniforms, ends):
         if block.token_ids.shape[1]:
             peek = VerifierFeedback(
                 features=features[:, 1:],
@@ -117,7 +117,7 @@ def relay_of_the_same_step(monkeypatch):
                 draft_logits=None,
             )
             block = replace(block, logits=redraft[-1](peek))
-        return decide(verifier, prefix_ids, block, target_logits, features, uniforms)
+        return decide(verifier, prefix_ids, block, target_logits, features, uniforms, ends)
 
     monkeypatch.setattr(drafting.DraftSession, "draft", remembered)
     monkeypatch.setattr(verification.Verifier, "__call__", peeking)
