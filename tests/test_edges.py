@@ -47,8 +47,10 @@ def test_conversation_goes_on_with_new_tokens_only(only_new, new_tokens):
     assert torch.equal(*texts)
 
 
-def test_grammar_is_not_asked_behind_a_stop():
-    """Catches: a stateful processor called for drafts behind the token at which a stopping criterion ends the text."""
+@pytest.mark.parametrize("stop_at", [18, 26])  # within the first block; in the second, behind one that was all right
+def test_grammar_is_not_asked_behind_a_stop(stop_at):
+    """Catches: a stateful processor called for drafts behind the token at which a stopping criterion ends the text, or
+    a criterion asked twice about a token."""
     target, ids = tiny_target("llama", attention="sdpa"), prompt_of(12)
     drafter = tiny_drafter(target, 8, drafter_class=OracleDrafter).follow(plain_greedy(target, ids, 40), 12)
     prefixes, asked = [], []
@@ -59,7 +61,7 @@ def test_grammar_is_not_asked_behind_a_stop():
 
     def stop(input_ids, scores, **kwargs):
         asked.append(input_ids.shape[1])
-        return torch.tensor([input_ids.shape[1] >= 18])
+        return torch.tensor([input_ids.shape[1] >= stop_at])
 
     options = {
         "prefix_allowed_tokens_fn": grammar,
