@@ -196,7 +196,10 @@ class DFlowDrafter(PreTrainedModel):
     def compute_logits(self, hidden: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """Draft logits `[..., vocab_size]` of final states `[..., H]`; rows past `vocab_size` (padding) are cut."""
         logits = (target_head if self.lm_head is None else self.lm_head)(self._for_head(hidden, target_head))
-        logits = logits[..., : self.config.vocab_size]
+        return self.shape_logits(logits[..., : self.config.vocab_size])
+
+    def shape_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draft logits of raw head outputs, same shape: the configuration's multiplier, then its soft-cap."""
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

@@ -13,7 +13,7 @@ from hf_dflow.generation.drafting import DraftSession
 from hf_dflow.training.data import TrainingRow, read_rows, split_rows
 from hf_dflow.training.evaluate import tokens_per_step
 from hf_dflow.training.features import FeatureStore
-from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy
+from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, slot_targets
 from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round, next_round
 from hf_dflow.training.trainer import Stage, Trainer, TrainingConfig
 
@@ -155,7 +155,7 @@ def test_candidate_softmax_is_the_full_one_when_all_are_candidates():
     labels[labels != IGNORED] = torch.tensor([3, 5, 19])[torch.randint(3, (int((labels != IGNORED).sum()),))]
     ids = vocabulary.sample(torch.Generator().manual_seed(0))
     assert sorted(ids.tolist()) == list(range(20))
-    loss = decayed_cross_entropy(hidden, vocabulary.relabel(labels), head[ids], decay=2.0)
+    loss = decayed_cross_entropy(hidden, vocabulary.relabel(slot_targets(labels)), head[ids], decay=2.0)
     total, weight_sum = 0.0, 0.0
     for block in range(3):
         for slot in range(4):

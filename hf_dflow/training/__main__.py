@@ -29,7 +29,14 @@ def main(
     target_model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     stores = {}
     for name, part in (("train", rows), ("held", held_out)):
-        stores[name] = FeatureStore(features / name, part, target_model, training.target_layer_ids)
+        stores[name] = FeatureStore(
+            features / name,
+            part,
+            target_model,
+            training.target_layer_ids,
+            dtype=training.feature_dtype,
+            teacher_top_k=training.teacher_top_k if training.distillation else 0,
+        )
         stores[name].fill(lambda done, total: print(f"features {done}/{total}", flush=True))
     drafter = DFlowDrafter.from_pretrained(start_from) if start_from else None
     trainer = Trainer(training, target_model, rows, stores["train"], output, drafter)

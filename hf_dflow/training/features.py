@@ -1,72 +1,124 @@
-"""Tapped target states of every training row, computed once and memory-mapped."""
+"""Tapped target states of every training row, computed once, in memory-mapped safetensors shards."""
 
 import hashlib
 import json
-from itertools import accumulate
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from hf_dflow.errors import DFlowError
 from hf_dflow.training.data import TrainingRow
 
+ROWS_PER_SHARD = 64
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Teacher:
+    """The target's own next-token distribution behind each token of a row, its likeliest K tokens."""
+
+    ids: torch.Tensor  # [T, K]
+    probs: torch.Tensor  # [T, K] float32; what is missing to 1 lies on tokens that were not kept
+
 
 class FeatureStore:
-    """Features `[tokens, taps * target_hidden_size]` of each row, float32, in one file that survives a restart.
+    """Features `[tokens, taps * target_hidden_size]` of each row, and on request the target's distribution.
+
+    A shard appears under its name when it is whole, so filling may be killed and continued.
 
     Args:
-        folder (`Path`): Where `features.f32` and `features.json` lie.
+        folder (`Path`): Where `features.json` and the shards lie.
         rows (`list[TrainingRow]`): What the features belong to.
-        target (`PreTrainedModel`): The frozen target.
+        target (`PreTrainedModel`): The frozen target; its dtype is part of the provenance.
         layer_ids (`list[int]`): Tapped layers; id *l* is `hidden_states[l + 1]`.
+        dtype (`str`, *optional*, defaults to `"float32"`): What features are stored in.
+        teacher_top_k (`int`, *optional*, defaults to 0): Tokens kept of each distribution; 0 stores none.
 
     Raises:
-        DFlowError: The folder holds features of other rows, another target or other layers.
+        DFlowError: The folder holds features of other rows, another target, other layers or settings.
     """
 
-    def __init__(self, folder: Path, rows: list[TrainingRow], target, layer_ids: list[int]):
-        self.rows = rows
-        self.target = target
-        self.layer_ids = layer_ids
-        self.width = len(layer_ids) * target.config.hidden_size
-        self.starts = [0, *accumulate(len(row.token_ids) for row in rows)]
-        self._provenance_path = folder / "features.json"
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        folder: Path,
+        rows: list[TrainingRow],
+        target,
+        layer_ids: list[int],
+        *,
+        dtype: str = "float32",
+        teacher_top_k: int = 0,
+    ):
+        if dtype not in DTYPES:
+            raise DFlowError(f"features cannot be stored as {dtype}; use one of {', '.join(DTYPES)}")
+        self.folder, self.rows, self.target, self.layer_ids = folder, rows, target, layer_ids
+        self.dtype, self.teacher_top_k = DTYPES[dtype], teacher_top_k
+        self.width = len(layer_ids) * target.config.get_text_config().hidden_size
+        self._shards: dict[int, Any] = {}
         provenance = {
             "rows": hashlib.sha256(json.dumps([row.token_ids for row in rows]).encode()).hexdigest(),
             "target": _fingerprint(target),
             "layer_ids": layer_ids,
+            "dtype": dtype,
+            "teacher_top_k": teacher_top_k,
         }
-        self._state: dict[str, Any] = {**provenance, "rows_done": 0}
-        if self._provenance_path.exists():
-            found = json.loads(self._provenance_path.read_text())
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "features.json"
+        if path.exists():
+            found = json.loads(path.read_text())
             differing = [key for key in provenance if found.get(key) != provenance[key]]
             if differing:
                 raise DFlowError(f"{folder} holds features of other {', '.join(differing)}; use an empty folder")
-            self._state = found
-        mode: Literal["r+", "w+"] = "r+" if (folder / "features.f32").exists() else "w+"
-        shape = (self.starts[-1], self.width)
-        self.features = np.memmap(folder / "features.f32", dtype=np.float32, mode=mode, shape=shape)
+        else:
+            path.write_text(json.dumps(provenance))
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Features `[tokens, width]` of row `index`."""
-        return torch.from_numpy(np.array(self.features[self.starts[index] : self.starts[index + 1]]))
+        return self._read(index, "features")
+
+    def teacher(self, index: int) -> Teacher | None:
+        """The target's distribution behind each token of row `index`, or `None` where it was not stored."""
+        if not self.teacher_top_k:
+            return None
+        return Teacher(self._read(index, "teacher_ids").long(), self._read(index, "teacher_probs").float())
 
     @torch.no_grad()
     def fill(self, progress=lambda done, total: None) -> None:
-        """Compute what is missing, row by row; may be stopped and continued."""
-        for index in range(self._state["rows_done"], len(self.rows)):
-            token_ids = torch.tensor([self.rows[index].token_ids], device=self.target.device)
-            states = self.target(token_ids, output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states
-            features = torch.cat([states[i + 1] for i in self.layer_ids], dim=-1)[0]
-            self.features[self.starts[index] : self.starts[index + 1]] = features.float().cpu().numpy()
-            if index % 50 == 49 or index + 1 == len(self.rows):
-                self.features.flush()
-                self._state["rows_done"] = index + 1
-                self._provenance_path.write_text(json.dumps(self._state))
-                progress(index + 1, len(self.rows))
+        """Compute the shards that are missing."""
+        for number in range(-(-len(self.rows) // ROWS_PER_SHARD)):
+            if self._path(number).exists():
+                continue
+            first = number * ROWS_PER_SHARD
+            computed = [self._compute(row) for row in self.rows[first : first + ROWS_PER_SHARD]]
+            partial = self.folder / "partial.safetensors"
+            save_file({key: torch.cat([one[key] for one in computed]) for key in computed[0]}, partial)
+            partial.rename(self._path(number))
+            progress(first + len(computed), len(self.rows))
+
+    def _compute(self, row: TrainingRow) -> dict[str, torch.Tensor]:
+        token_ids = torch.tensor([row.token_ids], device=self.target.device)
+        keep = 0 if self.teacher_top_k else 1
+        output = self.target(token_ids, output_hidden_states=True, use_cache=False, logits_to_keep=keep)
+        features = torch.cat([output.hidden_states[i + 1] for i in self.layer_ids], dim=-1)[0]
+        tensors = {"features": features.to("cpu", self.dtype)}
+        if self.teacher_top_k:
+            top = output.logits[0].float().softmax(dim=-1).topk(self.teacher_top_k, dim=-1)
+            tensors["teacher_ids"] = top.indices.to("cpu", torch.int32)
+            tensors["teacher_probs"] = top.values.to("cpu", torch.float16)
+        return tensors
+
+    def _read(self, index: int, name: str) -> torch.Tensor:
+        number = index // ROWS_PER_SHARD
+        if number not in self._shards:
+            self._shards[number] = safe_open(self._path(number), framework="pt")
+        lengths = [len(row.token_ids) for row in self.rows[number * ROWS_PER_SHARD : index + 1]]
+        return self._shards[number].get_slice(name)[sum(lengths[:-1]) : sum(lengths)]
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"shard-{number:05d}.safetensors"
 
 
 def _fingerprint(target) -> str:

@@ -18,6 +18,8 @@ class Sequences:
     token_ids: torch.Tensor  # [R, S]
     lengths: torch.Tensor  # [R]
     features: torch.Tensor  # [R, S, taps * target_hidden_size]
+    teacher_ids: torch.Tensor | None = None  # [R, S, K] the target's likeliest tokens behind each position
+    teacher_probs: torch.Tensor | None = None  # [R, S, K]
 
 
 @dataclass
@@ -44,6 +46,8 @@ class RoundResult:
 
     hidden: torch.Tensor  # [A, N, H]
     labels: torch.Tensor  # [A, N], IGNORED past the end of the sequence
+    teacher_ids: torch.Tensor | None = None  # [A, N, K] the target's likeliest tokens at each slot's place
+    teacher_probs: torch.Tensor | None = None  # [A, N, K]
 
 
 def block_mask(
@@ -110,9 +114,15 @@ def draft_round(
         lambda layer_idx, _: masks_by_type[config.layer_types[layer_idx]],
     )
     label_positions = anchors.position[:, None] + slots[1:]
-    labels = sequences.token_ids[anchors.row[:, None], label_positions.clamp(max=context_length - 1)]
+    places = anchors.row[:, None], label_positions.clamp(max=context_length - 1)
+    labels = sequences.token_ids[places]
     labels = labels.masked_fill(label_positions >= sequences.lengths[anchors.row][:, None], IGNORED)
-    return RoundResult(hidden=hidden[:, 1:], labels=labels)
+    result = RoundResult(hidden=hidden[:, 1:], labels=labels)
+    if sequences.teacher_ids is not None and sequences.teacher_probs is not None:
+        row, position = places
+        result.teacher_ids = sequences.teacher_ids[row, position - 1]  # row t of the target predicts position t + 1
+        result.teacher_probs = sequences.teacher_probs[row, position - 1]
+    return result
 
 
 def relay_additions(drafter: DFlowDrafter, target: Any, relayed: Relayed) -> torch.Tensor:
@@ -128,28 +138,36 @@ def relay_additions(drafter: DFlowDrafter, target: Any, relayed: Relayed) -> tor
 
 @torch.no_grad()
 def next_round(
-    drafter: DFlowDrafter, target: Any, sequences: Sequences, anchors: Anchors, result: RoundResult
-) -> tuple[Anchors, Relayed]:
+    drafter: DFlowDrafter,
+    target: Any,
+    sequences: Sequences,
+    anchors: Anchors,
+    result: RoundResult,
+    use_relay: bool = True,
+) -> tuple[Anchors, Relayed | None]:
     """Run the round's greedy proposals through the frozen target and step every anchor along its trajectory.
 
     Accepted length and bonus come from the stored trajectory, so the next round's context features are reused.
-    Anchors whose next block has no label left are kept; their labels are all ignored.
+    Anchors whose next block has no label left are kept; their labels are all ignored. Without the relay, which is an
+    ablation, the anchors step alike and the target is not asked.
     """
     proposals = drafter.compute_logits(result.hidden, target.get_output_embeddings())
     proposals[..., drafter.config.mask_token_id] = -torch.inf
     proposals = proposals.argmax(dim=-1)  # [A, N]
     accepted = (proposals == result.labels).long().cumprod(dim=1).sum(dim=1)  # [A]
-    taps = proposal_features(drafter, target, sequences, anchors, proposals)  # [A, N + 1, taps * H], row 0 the anchor
-
     num_drafts = proposals.shape[1]
+    position = torch.minimum(anchors.position + accepted + 1, sequences.lengths[anchors.row] - 1)
+    following = Anchors(anchors.row, position)
+    if not use_relay:
+        return following, None
+    taps = proposal_features(drafter, target, sequences, anchors, proposals)  # [A, N + 1, taps * H], row 0 the anchor
     slots = torch.arange(1, num_drafts + 1, device=proposals.device)
     source_rows = accepted[:, None] + slots  # slot j - a is fed by row j
     is_fed = source_rows <= num_drafts
     gathered = taps.gather(1, source_rows.clamp(max=num_drafts)[..., None].expand(-1, -1, taps.shape[-1]))
     rejected_ids = proposals.gather(1, accepted.clamp(max=num_drafts - 1)[:, None])[:, 0]
-    position = torch.minimum(anchors.position + accepted + 1, sequences.lengths[anchors.row] - 1)
     bonus_ids = sequences.token_ids[anchors.row, position]
-    return Anchors(anchors.row, position), Relayed(gathered, is_fed, bonus_ids, rejected_ids)
+    return following, Relayed(gathered, is_fed, bonus_ids, rejected_ids)
 
 
 def proposal_features(

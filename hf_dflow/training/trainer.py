@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DFlowError
 from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.features import FeatureStore
-from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy
+from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, slot_targets
 from hf_dflow.training.rounds import Anchors, Sequences, draft_round, next_round
 
 
@@ -40,6 +41,11 @@ class TrainingConfig:
     target_layer_ids: list[int] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
     loss_decay: float = 4.0
+    distillation: float = 0.0  # share of the target's distribution in what a slot is trained towards
+    teacher_top_k: int = 32  # tokens kept of it
+    use_relay: bool = True  # False: an ablation, rounds without verifier states
+    precision: str = "float32"  # or "bfloat16": the drafter's arithmetic; its weights stay float32
+    feature_dtype: str = "float32"
     initialise_from_target: bool = True
     other_candidates: int = 2048
     feature_noise: float = 0.0  # relative; a drafter that sees the same few rows often learns them by heart
@@ -138,10 +144,12 @@ class Trainer:
         longest = max(len(row.token_ids) for row in rows)
         token_ids = torch.zeros(len(rows), longest, dtype=torch.long)
         features = torch.zeros(len(rows), longest, self.store.width)
-        anchor_rows, positions = [], []
+        anchor_rows, positions, teachers = [], [], []
         for i, (index, row) in enumerate(zip(chosen, rows, strict=True)):
             token_ids[i, : len(row.token_ids)] = torch.tensor(row.token_ids)
             features[i, : len(row.token_ids)] = self.store[index]
+            if self.training.distillation:
+                teachers.append(self.store.teacher(index))
             drawn = torch.randint(row.answer_length - 1, (stage.anchors_per_row,), generator=self.generator)
             positions.append(row.prompt_length + drawn)
             anchor_rows.append(torch.full_like(drawn, i))
@@ -149,7 +157,11 @@ class Trainer:
             noise = torch.randn(features.shape, generator=self.generator)
             features = features * (1 + self.training.feature_noise * noise)
         lengths = torch.tensor([len(row.token_ids) for row in rows])
-        return Sequences(token_ids, lengths, features), Anchors(torch.cat(anchor_rows), torch.cat(positions))
+        sequences = Sequences(token_ids, lengths, features)
+        if teachers:
+            sequences.teacher_ids = pad_sequence([one.ids for one in teachers], batch_first=True)
+            sequences.teacher_probs = pad_sequence([one.probs for one in teachers], batch_first=True)
+        return sequences, Anchors(torch.cat(anchor_rows), torch.cat(positions))
 
     def step(self, stage: Stage, learning_rate: float) -> list[float]:
         """One update; returns the loss of each round. A non-finite loss or gradient skips the update and is counted."""
@@ -159,13 +171,22 @@ class Trainer:
         relayed, losses = None, []
         self.optimizer.zero_grad(set_to_none=True)
         for round_index in range(1 + stage.relay_rounds):
-            result = draft_round(self.drafter, self.target, sequences, anchors, relayed)
-            labels = self.candidates.relabel(result.labels)
-            loss = decayed_cross_entropy(result.hidden, labels, head_weight, self.training.loss_decay)
+            with torch.autocast(self.drafter.device.type, torch.bfloat16, self.training.precision == "bfloat16"):
+                result = draft_round(self.drafter, self.target, sequences, anchors, relayed)
+                targets = slot_targets(
+                    result.labels, result.teacher_ids, result.teacher_probs, self.training.distillation
+                )
+                targets = self.candidates.relabel(targets)
+                loss = decayed_cross_entropy(
+                    result.hidden, targets, head_weight, self.training.loss_decay, self.drafter.shape_logits
+                )
             loss.backward()
             losses.append(loss.item())
             if round_index < stage.relay_rounds:
-                anchors, relayed = next_round(self.drafter, self.target, sequences, anchors, result)
+                with torch.autocast(self.drafter.device.type, torch.bfloat16, self.training.precision == "bfloat16"):
+                    anchors, relayed = next_round(
+                        self.drafter, self.target, sequences, anchors, result, self.training.use_relay
+                    )
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.training.max_grad_norm)
         if not math.isfinite(sum(losses)) or not torch.isfinite(norm):
             self.skipped += 1
