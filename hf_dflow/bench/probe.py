@@ -1,0 +1,138 @@
+"""What the reuse of rejected rows could win, measured before any relay is trained.
+
+`hf-dflow probe` walks greedy texts of the target as decoding with the relay off would, and looks at what the target had
+already computed on the rejected rows. The names are those of the README's table of measures.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dflow.bench.report import bootstrap_interval
+from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round, proposal_features
+
+TOP = 5
+
+
+@dataclass(frozen=True)
+class ProbeCounts:
+    """Counts over the steps of one or more texts; a *hinted slot* is fed by a rejected row of the step before."""
+
+    tokens: int = 0
+    steps: int = 0
+    hinted_slots: int = 0  # with a final token to compare to
+    reconverged: int = 0  # the verifier's top-1 at the rejected row is the final token
+    redrafted: int = 0  # the drafter's own new guess is
+    only_verifier: int = 0  # the verifier's top-1 is, the drafter's new guess is not
+    hinted_failures: int = 0  # steps whose first failure is at a hinted slot
+    rescued: int = 0  # of those, where the verifier's top-1 is the final token
+    rescued_top5: int = 0
+    steps_if_rescued: int = 0  # steps of a walk whose hinted slots the verifier's top-1 mends where it is right
+
+    def __add__(self, other: "ProbeCounts") -> "ProbeCounts":
+        return ProbeCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def figures(counts: ProbeCounts) -> dict[str, float]:
+    """Shares and tokens per step of `counts`; a share of nothing is 0."""
+    hinted, failures = max(counts.hinted_slots, 1), max(counts.hinted_failures, 1)
+    return {
+        "tokens_per_step": counts.tokens / max(counts.steps, 1),
+        "re_convergence": counts.reconverged / hinted,
+        "redrafted": counts.redrafted / hinted,
+        "only_verifier": counts.only_verifier / hinted,
+        "share_of_steps_failing_at_hinted_slots": counts.hinted_failures / max(counts.steps, 1),
+        "rescue_rate": counts.rescued / failures,
+        "rescue_rate_top5": counts.rescued_top5 / failures,
+        "largest_gain": counts.steps / max(counts.steps_if_rescued, 1) - 1,
+    }
+
+
+@torch.no_grad()
+def probe_text(drafter: DFlowDrafter, target: Any, token_ids: Sequence[int], prompt_length: int) -> ProbeCounts:
+    """Count on one text that `target` wrote greedily behind a prompt of `prompt_length` tokens.
+
+    All blocks of the text are drafted, and verified by the target, in one forward each; a step is then a look-up.
+    """
+    config, length = drafter.config, len(token_ids)
+    text = torch.tensor([list(token_ids)], device=target.device)
+    states = target(text, output_hidden_states=True, use_cache=False).hidden_states
+    features = torch.cat([states[i + 1] for i in config.target_layer_ids], dim=-1)
+    positions = torch.arange(prompt_length, length - 1, device=target.device)
+    if not len(positions):
+        return ProbeCounts()
+    lengths = torch.tensor([length], device=target.device)
+    sequences, anchors = Sequences(text, lengths, features), Anchors(torch.zeros_like(positions), positions)
+    result = draft_round(drafter, target, sequences, anchors)
+    logits = drafter.compute_logits(result.hidden, target.get_output_embeddings())
+    logits[..., config.mask_token_id] = -torch.inf
+    drafts = logits.argmax(dim=-1)
+    # The output of the last layer carries the final norm: the head turns it into the verifier's logits.
+    last_layer = SimpleNamespace(
+        config=SimpleNamespace(target_layer_ids=[target.config.get_text_config().num_hidden_layers - 1])
+    )
+    narrow = Sequences(text, lengths, states[-1])
+    verified = proposal_features(last_layer, target, narrow, anchors, drafts)  # type: ignore[arg-type]
+    top = target.get_output_embeddings()(verified.to(target.dtype)).topk(TOP, dim=-1).indices
+    return _walk(drafts.cpu(), result.labels.cpu(), top.cpu())
+
+
+def _walk(drafts: torch.Tensor, labels: torch.Tensor, top: torch.Tensor) -> ProbeCounts:
+    """Count along the steps. `drafts`, `labels` `[A, N]` of every anchor; `top` `[A, N + 1, TOP]` of every row."""
+    num_drafts = drafts.shape[1]
+    is_right = drafts == labels
+    num_labels = (labels != IGNORED).sum(dim=1).tolist()
+    totals = dict.fromkeys(ProbeCounts.__dataclass_fields__, 0)
+
+    def hints(previous: int, accepted: int, anchor: int) -> torch.Tensor:
+        """`[slots, TOP]`: top tokens of rejected row j for slot j - a of the block at `anchor`."""
+        return top[previous, accepted + 1 :][: num_labels[anchor]]
+
+    for mend in (False, True):
+        anchor, previous, accepted_before = 0, None, 0
+        while anchor < len(drafts):
+            right = is_right[anchor].clone()
+            hinted = hints(previous, accepted_before, anchor) if previous is not None else top[:0, 0]
+            final = labels[anchor, : len(hinted)]
+            says = hinted[:, 0] == final
+            if mend:
+                right[: len(hinted)] |= says
+            accepted = int(right.long().cumprod(0).sum())
+            if mend:
+                totals["steps_if_rescued"] += 1
+            else:
+                totals["steps"] += 1
+                totals["tokens"] += min(accepted + 1, len(drafts) - anchor)
+                totals["hinted_slots"] += len(hinted)
+                totals["reconverged"] += int(says.sum())
+                totals["redrafted"] += int(right[: len(hinted)].sum())
+                totals["only_verifier"] += int((says & ~right[: len(hinted)]).sum())
+                if accepted < len(hinted):
+                    totals["hinted_failures"] += 1
+                    totals["rescued"] += int(says[accepted])
+                    totals["rescued_top5"] += int((hinted[accepted] == final[accepted]).any())
+            previous, accepted_before = (anchor, accepted) if accepted < num_drafts else (None, 0)
+            anchor += accepted + 1
+    return ProbeCounts(**totals)
+
+
+def summarise(counts: Iterable[ProbeCounts]) -> dict[str, Any]:
+    """Pooled figures, each with a 95% bootstrap interval over texts."""
+    rows = np.array([astuple(one) for one in counts])
+    names = figures(ProbeCounts()).keys()
+
+    def figure(name: str, chosen) -> float:
+        return figures(ProbeCounts(*rows[chosen].sum(axis=0).tolist()))[name]
+
+    return {
+        name: {
+            "value": figure(name, slice(None)),
+            "interval_95": bootstrap_interval(len(rows), lambda chosen, name=name: figure(name, chosen)),
+        }
+        for name in names
+    }
