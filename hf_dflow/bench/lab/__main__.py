@@ -1,0 +1,130 @@
+"""`python -m hf_dflow.bench.lab`: the lab pair, from corpus to figures; each command goes on where it was stopped."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoTokenizer
+
+from hf_dflow.bench.lab import corpora
+from hf_dflow.bench.lab.experiment import KINDS, DrafterRecipe, Lab, measure, probe, train, write_answers
+from hf_dflow.bench.lab.target import (
+    Clock,
+    TargetRecipe,
+    encode,
+    held_out_loss,
+    new_model,
+    prompts,
+    train_language_model,
+)
+from hf_dflow.bench.report import run_conditions
+from hf_dflow.errors import DFlowError
+
+app = typer.Typer(help="Train a small target and four kinds of drafters for it, and compare them.")
+CORPORA = {
+    "airports": corpora.airports,
+    "characters": corpora.characters,
+    "source-code": corpora.source_code,
+    "documentation": corpora.documentation,
+}
+ANSWERS = "answers"
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+
+
+@app.command()
+def prepare(
+    corpus: Annotated[str, typer.Argument(help=f"{', '.join(CORPORA)}, or {ANSWERS} (with --answers).")],
+    folder: Annotated[Path, typer.Argument(help="Where target, rows and runs go.")],
+    answers: Annotated[Path | None, typer.Option(help="JSONL of `hf-dflow data`, for the answers corpus.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Whose tokens those answers are in.")] = None,
+    updates: int = TargetRecipe.updates,
+    num_prompts: int = 1600,
+    num_held_out: int = 80,
+    max_new_tokens: int = 96,
+    temperature: float = 0.5,
+    threads: Threads = 1,
+) -> None:
+    """Train the target on a corpus, and let it answer."""
+    torch.set_num_threads(threads)
+    text = _corpus(corpus, answers, tokenizer)
+    own_tokenizer = corpora.make_tokenizer(text, 8192 if text.is_word_level else 4096)
+    recipe = TargetRecipe(updates=updates)
+    if not (folder / "target").exists():
+        torch.manual_seed(recipe.seed)
+        model = new_model(own_tokenizer, recipe.num_layers, recipe.hidden_size)
+        known = text.seen + (text.held_out if text.target_knows_held_out else [])
+        train_language_model(model, encode(known, own_tokenizer), recipe, Clock(f"{corpus} target"))
+        loss = held_out_loss(model, encode(text.held_out[:60], own_tokenizer))
+        record = {"corpus": text.name, "held_out_loss": loss, "updates": updates, **run_conditions()}
+        (folder / "target").mkdir(parents=True, exist_ok=True)
+        (folder / "target.json").write_text(json.dumps(record, indent=1))
+        own_tokenizer.save_pretrained(folder / "target")
+        model.save_pretrained(folder / "target")
+        typer.echo(f"held-out loss {loss:.3f}")
+    target, own_tokenizer = Lab.load_target(folder), AutoTokenizer.from_pretrained(folder / "target")
+    write_answers(
+        folder,
+        target,
+        prompts(text, text.seen, own_tokenizer, num_prompts),
+        prompts(text, text.held_out, own_tokenizer, num_held_out),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+    )
+
+
+def _corpus(name: str, answers: Path | None, tokenizer: str | None) -> corpora.Corpus:
+    if name in CORPORA:
+        return CORPORA[name]()
+    if name != ANSWERS or answers is None or tokenizer is None:
+        allowed = ", ".join(CORPORA)
+        raise DFlowError(f"corpus {name!r}: use one of {allowed}, or {ANSWERS} with --answers FILE --tokenizer NAME")
+    return corpora.answers(answers, AutoTokenizer.from_pretrained(tokenizer))
+
+
+@app.command()
+def run(
+    folder: Annotated[Path, typer.Argument(help="What `prepare` wrote.")],
+    kinds: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(KINDS),
+    seeds: Annotated[str, typer.Option(help="One run of each kind for each; separated by commas.")] = "0",
+    updates: int = DrafterRecipe.updates,
+    num_layers: int = DrafterRecipe.num_layers,
+    relay_rounds: int = DrafterRecipe.relay_rounds,
+    distillation: float = DrafterRecipe.distillation,
+    with_probe: bool = True,
+    threads: Threads = 1,
+) -> None:
+    """Train drafters of each kind and seed, decode the held-out prompts, and append to FOLDER/results.jsonl."""
+    torch.set_num_threads(threads)
+    lab = Lab.load(folder)
+    for seed in map(int, seeds.split(",")):
+        for kind in kinds.split(","):
+            recipe = DrafterRecipe(
+                updates=updates,
+                num_layers=num_layers,
+                relay_rounds=relay_rounds,
+                distillation=distillation,
+                seed=seed,
+            )
+            drafter, record = train(lab, kind, recipe)
+            result: dict[str, Any] = {"kind": kind, "recipe": vars(recipe), **record}
+            result["counts"] = measure(lab, drafter, lab.held_out)
+            if kind == "dflow":
+                result["counts_relay_off"] = measure(lab, drafter, lab.held_out, use_relay=False)
+            if kind == "dflash" and with_probe:
+                result["probe"] = probe(lab, drafter, lab.held_out)
+            if kind != "autoregressive":
+                drafter.save_pretrained(folder / "drafters" / f"{kind}-{seed}")
+            with open(folder / "results.jsonl", "a", encoding="utf-8") as lines:
+                lines.write(json.dumps({**result, "conditions": run_conditions()}) + "\n")
+            counts = result["counts"]
+            typer.echo(
+                f"{kind}, seed {seed}: {sum(counts['tokens']) / sum(counts['steps']):.3f} tokens per step, "
+                f"{sum(counts['identical'])} of {len(counts['identical'])} texts identical, "
+                f"{record['training_seconds']:.0f} s of training"
+            )
+
+
+if __name__ == "__main__":
+    app()
