@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from hf_dflow.bench.lab import corpora
 from hf_dflow.bench.lab.experiment import KINDS, DrafterRecipe, Lab, measure, probe, train, write_answers
+from hf_dflow.bench.lab.report import read_results, summarise
 from hf_dflow.bench.lab.target import (
     Clock,
     TargetRecipe,
@@ -124,6 +125,19 @@ def run(
                 f"{sum(counts['identical'])} of {len(counts['identical'])} texts identical, "
                 f"{record['training_seconds']:.0f} s of training"
             )
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders with results.")],
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+) -> None:
+    """Pool the seeds of each folder; print tokens per step and gains."""
+    record = {folder.name: summarise(read_results(folder)) for folder in folders}
+    text = json.dumps({"corpora": record, "conditions": run_conditions()}, indent=1)
+    typer.echo(text)
+    if json_path is not None:
+        json_path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

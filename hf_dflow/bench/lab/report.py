@@ -1,0 +1,68 @@
+"""The lab's runs as figures: each kind pooled over seeds, and its gain over equally trained DFlash."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_dflow.bench.report import bootstrap_interval
+
+BASELINE = "dflash"
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The lines of FOLDER/results.jsonl; of runs made twice, the later."""
+    lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    newest = {}
+    for record in map(json.loads, lines):
+        newest[json.dumps([record["kind"], record["recipe"]])] = record
+    return list(newest.values())
+
+
+def counts_by_kind(results: list[dict[str, Any]]) -> dict[str, dict[int, np.ndarray]]:
+    """`{kind: {seed: [2, prompts] tokens and steps}}`; DFlow with its relay switched off is a kind of its own."""
+    counts: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    for record in results:
+        for key, kind in (("counts", record["kind"]), ("counts_relay_off", "dflow, relay off")):
+            if key in record:
+                counts[kind][record["recipe"]["seed"]] = np.array([record[key]["tokens"], record[key]["steps"]])
+    return counts
+
+
+def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens per step of each kind, pooled over seeds, and the gain over DFlash of the same seeds.
+
+    Intervals are 95% bootstraps over prompts; all seeds answer the same prompts and are resampled together.
+    """
+    by_kind = counts_by_kind(results)
+    record: dict[str, Any] = {}
+    for kind, by_seed in by_kind.items():
+        seeds = sorted(by_seed)
+        pooled = sum(by_seed[seed] for seed in seeds)
+        entry = {
+            "seeds": seeds,
+            "tokens_per_step": _figure(pooled, lambda tokens, steps: tokens / steps),
+            "tokens_per_step_by_seed": [float(by_seed[seed][0].sum() / by_seed[seed][1].sum()) for seed in seeds],
+        }
+        baseline = by_kind.get(BASELINE, {})
+        if kind != BASELINE and set(seeds) <= set(baseline):
+            both = np.concatenate([pooled, sum(baseline[seed] for seed in seeds)])
+            entry["gain_over_dflash"] = _figure(both, lambda t, s, base_t, base_s: (t / s) / (base_t / base_s) - 1)
+        record[kind] = entry
+    probes = [one["probe"] for one in results if "probe" in one]
+    if probes:
+        names = probes[0].keys()
+        record["probe"] = {name: float(np.mean([one[name]["value"] for one in probes])) for name in names}
+    identical = [count for one in results for count in one["counts"]["identical"]]
+    record["texts_identical"] = f"{sum(identical)} of {len(identical)}"
+    return record
+
+
+def _figure(rows: np.ndarray, ratio) -> dict[str, Any]:
+    """`ratio` of the row sums of `[k, prompts]`, with its interval over prompts."""
+    return {
+        "value": float(ratio(*rows.sum(axis=1))),
+        "interval_95": bootstrap_interval(rows.shape[1], lambda chosen: float(ratio(*rows[:, chosen].sum(axis=1)))),
+    }

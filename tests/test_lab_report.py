@@ -1,0 +1,36 @@
+"""The lab's figures: pooled over seeds, gains against the same seeds, nothing counted twice."""
+
+import json
+
+import pytest
+
+from hf_dflow.bench.lab.report import read_results, summarise
+
+
+def line(kind, seed, tokens, steps, **more):
+    counts = {"tokens": tokens, "steps": steps, "identical": [1] * len(tokens)}
+    return {"kind": kind, "recipe": {"seed": seed, "updates": 5}, "counts": counts, **more}
+
+
+def test_gain_is_the_ratio_of_pooled_tokens_per_step(tmp_path):
+    """Catches: a mean of ratios for the pooled ratio, a gain against other seeds, a repeated run counted twice."""
+    off = {"tokens": [40, 40], "steps": [10, 30], "identical": [1, 1]}
+    lines = [
+        line("dflash", 0, [40, 40], [40, 40]),  # made again below
+        line("dflash", 0, [40, 40], [20, 20]),
+        line("dflash", 1, [40, 40], [10, 30], probe={"rescue_rate": {"value": 0.25}}),
+        line("dflow", 0, [40, 40], [10, 20], counts_relay_off=off),
+        line("dflow", 1, [40, 40], [10, 24], counts_relay_off=off),
+        line("multi_round", 2, [40, 40], [10, 24]),
+    ]
+    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    record = summarise(read_results(tmp_path))
+    assert record["dflash"]["tokens_per_step"]["value"] == pytest.approx(160 / 80)
+    assert record["dflow"]["tokens_per_step_by_seed"] == pytest.approx([80 / 30, 80 / 34])
+    assert record["dflow"]["gain_over_dflash"]["value"] == pytest.approx((160 / 64) / (160 / 80) - 1)
+    low, high = record["dflow"]["gain_over_dflash"]["interval_95"]
+    assert low <= 0.25 <= high and low < high
+    assert record["dflow, relay off"]["gain_over_dflash"]["value"] == pytest.approx(0.0)
+    assert "gain_over_dflash" not in record["multi_round"], "no DFlash of that seed"
+    assert record["probe"] == {"rescue_rate": 0.25}
+    assert record["texts_identical"] == "10 of 10"
