@@ -25,7 +25,8 @@ from hf_dflow.configuration_dflow import DFlowDrafterConfig
 # the block's own rows last. Serving, training and transformers' native loop differ in nothing but this function.
 ExtendKeyValues = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 # (layer index, number of keys) -> bool mask [B or 1, 1, L, keys], True where a query may look, or None for everywhere.
-MaskForLayer = Callable[[int, int], torch.Tensor | None]
+# Training may give FlexAttention's BlockMask instead, which then decides the implementation.
+MaskForLayer = Callable[[int, int], Any]
 
 
 def apply_rotary(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -65,9 +66,11 @@ class DFlowAttention(nn.Module):
         queries = apply_rotary(self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2), rotary)
         keys, values = extend(self.layer_idx, *self.key_values(hidden, rotary))
         mask = mask_for(self.layer_idx, keys.shape[-2])
-        if mask is not None and self.config._attn_implementation == "eager":  # eager adds its mask
+        is_dense = mask is None or isinstance(mask, torch.Tensor)
+        implementation = self.config._attn_implementation if is_dense else "flex_attention"
+        if mask is not None and implementation == "eager":  # eager adds its mask
             mask = torch.zeros_like(mask, dtype=queries.dtype).masked_fill(~mask, torch.finfo(queries.dtype).min)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
         output, _ = attend(self, queries, keys, values, mask, dropout=dropout, scaling=self.scaling, is_causal=False)
         return self.o_proj(output.reshape(*hidden.shape[:-1], -1))

@@ -1,6 +1,7 @@
 """Every touch of a transformers API that moves between releases or is private."""
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ def get_cache(container: Any) -> Cache | None:
         if found is not None:
             return found
     return None
+
+
+def cache_argument(model: Any) -> str:
+    """What the forward of `model` calls its cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def is_croppable(cache: Cache) -> bool:

@@ -2,13 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from hf_dflow.training.rounds import IGNORED
+from hf_dflow.errors import DFlowError
+from hf_dflow.training.packing import IGNORED
 
-SLOTS_PER_CHUNK = 256  # logits of one chunk at 49,152 candidates in float32: 50 MB
+LOGITS_PER_CHUNK = {"cpu": 2**24, "cuda": 2**27}  # 64 and 512 MiB in float32: larger ones are no faster
+
+
+def slots_per_chunk(vocab_size: int, device: torch.device) -> int:
+    """How many slots' logits over `vocab_size` tokens are held at a time."""
+    return max(1, LOGITS_PER_CHUNK.get(device.type, LOGITS_PER_CHUNK["cpu"]) // vocab_size)
 
 
 @dataclass
@@ -32,14 +39,53 @@ def slot_targets(
         teacher_ids (`torch.LongTensor` of shape `(A, N, K)`, *optional*): The target's likeliest tokens there.
         teacher_probs (`torch.Tensor` of shape `(A, N, K)`, *optional*): Their probabilities; renormalised over K.
         distillation (`float`, *optional*, defaults to 0): Share of the target's distribution in the mix, 0 … 1.
+
+    Raises:
+        DFlowError: Distillation without a teacher.
     """
     is_labelled = (labels != IGNORED).float()
     ids, weights = labels.clamp(min=0)[..., None], is_labelled[..., None]
-    if distillation and teacher_ids is not None and teacher_probs is not None:
-        soft = teacher_probs / teacher_probs.sum(dim=-1, keepdim=True).clamp(min=1e-9) * is_labelled[..., None]
-        ids = torch.cat([ids, teacher_ids], dim=-1)
-        weights = torch.cat([(1 - distillation) * weights, distillation * soft], dim=-1)
-    return SlotTargets(ids, weights)
+    if not distillation:
+        return SlotTargets(ids, weights)
+    if teacher_ids is None or teacher_probs is None:
+        raise DFlowError(
+            f"distillation is {distillation}, but there is no distribution of the target; make the features with "
+            "teacher_top_k of 1 or more, or set distillation to 0."
+        )
+    soft = teacher_probs / teacher_probs.sum(dim=-1, keepdim=True).clamp(min=1e-9) * is_labelled[..., None]
+    ids = torch.cat([ids, teacher_ids], dim=-1)
+    return SlotTargets(ids, torch.cat([(1 - distillation) * weights, distillation * soft], dim=-1))
+
+
+@dataclass
+class HeadRows:
+    """The LM head's rows of C candidate tokens, in the candidates' order."""
+
+    weight: torch.Tensor  # [C, H]
+    bias: torch.Tensor | None  # [C]
+
+
+def head_rows(drafter: Any, target: Any, candidate_ids: torch.Tensor) -> HeadRows:
+    """Rows of the head that turns this drafter's states into logits: its own, which learns, or the target's.
+
+    Args:
+        drafter (`DFlowDrafter`): The drafter.
+        target (`PreTrainedModel`): Its target.
+        candidate_ids (`torch.LongTensor` of shape `(C,)`): Ids of the target's vocabulary that the drafter can say.
+
+    Raises:
+        DFlowError: The head's rows are no plain matrix.
+    """
+    head = target.get_output_embeddings() if drafter.lm_head is None else drafter.lm_head
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point():
+        raise DFlowError(
+            f"the LM head {type(head).__name__} has no floating-point weight matrix to train against; load the target "
+            "without quantising its head."
+        )
+    rows = candidate_ids.to(weight.device)
+    bias = getattr(head, "bias", None)
+    return HeadRows(weight[rows], None if bias is None else bias[rows])
 
 
 class CandidateVocabulary:
@@ -70,7 +116,7 @@ class CandidateVocabulary:
 
     def relabel(self, targets: SlotTargets) -> SlotTargets:
         """Vocabulary ids to candidate indices; the weight of tokens outside the data goes to those inside."""
-        ids = self.index_of[targets.ids]
+        ids = self.index_of.to(targets.ids.device)[targets.ids]
         weights = targets.weights.masked_fill(ids == IGNORED, 0.0)
         kept = weights.sum(dim=-1, keepdim=True)
         return SlotTargets(ids.clamp(min=0), weights * (targets.weights.sum(-1, keepdim=True) / kept.clamp(min=1e-9)))
@@ -82,17 +128,19 @@ def decayed_cross_entropy(
     head_weight: torch.Tensor,
     decay: float,
     shape_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+    head_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean of `exp(-(i - 1) / decay)`-weighted cross-entropies of slots i (arXiv 2602.06036).
 
-    Logits exist for `SLOTS_PER_CHUNK` slots at a time: each chunk's gradient is taken while its logits are at hand.
+    Logits exist for a chunk of slots at a time: each chunk's gradient is taken while its logits are at hand.
 
     Args:
         hidden (`torch.Tensor` of shape `(A, N, H)`): Draft states.
         targets (`SlotTargets`): Ids are rows of `head_weight`.
-        head_weight (`torch.Tensor` of shape `(K, H)`): LM head rows of the candidates.
+        head_weight (`torch.Tensor` of shape `(C, H)`): LM head rows of the candidates.
         decay (`float`): γ, in slots; 7, 5, 4 for blocks of 16, 10, 8.
         shape_logits (`Callable`, *optional*): What the drafter does to raw logits (multiplier, soft-cap).
+        head_bias (`torch.Tensor` of shape `(C,)`, *optional*): The head's bias of the candidates.
 
     Returns:
         `torch.Tensor`: A scalar; 0 without any label.
@@ -102,38 +150,46 @@ def decayed_cross_entropy(
     slot_weights = torch.exp(-slots / decay).expand(is_labelled.shape)[is_labelled]
     slot_weights = slot_weights / slot_weights.sum().clamp(min=1e-9)
     weights = targets.weights[is_labelled] * slot_weights[:, None]
-    return _ChunkedCrossEntropy.apply(hidden[is_labelled], targets.ids[is_labelled], weights, head_weight, shape_logits)
+    labelled = hidden[is_labelled]
+    return _ChunkedCrossEntropy.apply(labelled, targets.ids[is_labelled], weights, head_weight, head_bias, shape_logits)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """`-sum weights * log_softmax(hidden @ head.T)[ids]`; forward also computes the gradients, chunk by chunk.
+    """`-sum weights * log_softmax(hidden @ head.T + bias)[ids]`; forward also computes the gradients, chunk by chunk.
 
     The idea of taking the gradient inside the forward is Liger-Kernel's fused linear cross-entropy (2410.10989).
     """
 
     @staticmethod
-    def forward(ctx, hidden, ids, weights, head_weight, shape_logits):
-        total = hidden.new_zeros((), dtype=torch.float32)
-        hidden_grad = torch.zeros_like(hidden)
-        head_grad = torch.zeros_like(head_weight) if ctx.needs_input_grad[3] else None
-        for start in range(0, len(hidden), SLOTS_PER_CHUNK):
-            chunk = slice(start, start + SLOTS_PER_CHUNK)
-            states = hidden[chunk].detach().requires_grad_()
-            head = head_weight.detach().requires_grad_(head_grad is not None)
+    def forward(ctx, hidden, ids, weights, head_weight, head_bias, shape_logits):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        given: list[Any] = [hidden, head_weight, head_bias]
+        wanted = [i for i, place in enumerate((0, 3, 4)) if ctx.needs_input_grad[place]]
+        sums: list[Any] = [torch.zeros_like(x, dtype=wide) if i in wanted else None for i, x in enumerate(given)]
+        total = hidden.new_zeros((), dtype=wide)
+        size = slots_per_chunk(len(head_weight), hidden.device)
+        for start in range(0, len(hidden), size):
+            chunk = slice(start, start + size)
+            leaves: list[Any] = [None if x is None else x.detach() for x in (hidden[chunk], head_weight, head_bias)]
+            for i in wanted:
+                leaves[i].requires_grad_()
             with torch.enable_grad():
-                logits = shape_logits(nn.functional.linear(states.to(head.dtype), head).float())
+                states, weight, bias = leaves
+                logits = shape_logits(nn.functional.linear(states.to(weight.dtype), weight, bias).to(wide))
                 picked = logits.gather(-1, ids[chunk])
                 loss = (weights[chunk] * (logits.logsumexp(dim=-1, keepdim=True) - picked)).sum()
-            inputs = [states, head] if head_grad is not None else [states]
-            gradients = torch.autograd.grad(loss, inputs)
-            hidden_grad[chunk] = gradients[0]
-            if head_grad is not None:
-                head_grad += gradients[1]
+            del logits, picked
             total += loss.detach()
-        ctx.save_for_backward(hidden_grad, head_grad)
+            gradients = torch.autograd.grad(loss, [leaves[i] for i in wanted]) if wanted else ()
+            for i, gradient in zip(wanted, gradients, strict=True):
+                part = sums[i][chunk] if i == 0 else sums[i]
+                part += gradient
+        ctx.dtypes = [None if x is None else x.dtype for x in given]
+        ctx.save_for_backward(*sums)
         return total
 
     @staticmethod
     def backward(ctx, gradient):
-        hidden_grad, head_grad = ctx.saved_tensors
-        return gradient * hidden_grad, None, None, None if head_grad is None else gradient * head_grad, None
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        hidden, weight, bias = (None if x is None else (gradient * x).to(dtype) for x, dtype in pairs)
+        return hidden, None, None, weight, bias, None

@@ -7,27 +7,9 @@ import torch
 from torch import nn
 
 from hf_dflow.modeling_dflow import DFlowDrafter
-
-IGNORED = -100
-
-
-@dataclass
-class Sequences:
-    """A few training rows, padded on the right. S is the longest row."""
-
-    token_ids: torch.Tensor  # [R, S]
-    lengths: torch.Tensor  # [R]
-    features: torch.Tensor  # [R, S, taps * target_hidden_size]
-    teacher_ids: torch.Tensor | None = None  # [R, S, K] the target's likeliest tokens behind each position
-    teacher_probs: torch.Tensor | None = None  # [R, S, K]
-
-
-@dataclass
-class Anchors:
-    """A blocks to draft, any number a sequence."""
-
-    row: torch.Tensor  # [A] which sequence
-    position: torch.Tensor  # [A] the anchor's absolute position
+from hf_dflow.training.masks import PackedMask, flex_fits
+from hf_dflow.training.packing import IGNORED, Anchors, BlockLayout, Sequences, context_places
+from hf_dflow.training.proposals import greedy_proposals, proposal_features
 
 
 @dataclass
@@ -45,32 +27,9 @@ class RoundResult:
     """Draft states of all slots and what they should have said."""
 
     hidden: torch.Tensor  # [A, N, H]
-    labels: torch.Tensor  # [A, N], IGNORED past the end of the sequence
+    labels: torch.Tensor  # [A, N], IGNORED past the end of the document and where nothing is supervised
     teacher_ids: torch.Tensor | None = None  # [A, N, K] the target's likeliest tokens at each slot's place
     teacher_probs: torch.Tensor | None = None  # [A, N, K]
-
-
-def block_mask(
-    drafter: DFlowDrafter, layer_idx: int, anchor_positions: torch.Tensor, context_length: int
-) -> torch.Tensor:
-    """Bool mask `[A, 1, L, context_length + L]`: a block sees the context before its anchor, and itself.
-
-    Distances and directions are the serving mask's, so training sees what decoding will see.
-    """
-    config, device = drafter.config, anchor_positions.device
-    block_length = config.block_size
-    block_positions = anchor_positions[:, None] + torch.arange(block_length, device=device)  # [A, L]
-    context_positions = torch.arange(context_length, device=device).expand(len(anchor_positions), -1)
-    keys = torch.cat([context_positions, block_positions], dim=1)  # [A, S + L]
-    distance = block_positions[:, :, None] - keys[:, None, :]
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    visible[:, :, :context_length] = (context_positions < anchor_positions[:, None])[:, None]
-    is_sliding = config.layer_types[layer_idx] == "sliding_attention"
-    if config.sliding_is_causal if is_sliding else config.full_is_causal:
-        visible &= distance >= 0
-    if is_sliding:
-        visible &= distance.abs() <= config.window_reach
-    return visible[:, None]
 
 
 def draft_round(
@@ -79,49 +38,80 @@ def draft_round(
     sequences: Sequences,
     anchors: Anchors,
     relayed: Relayed | None = None,
+    *,
+    use_flex: bool | None = None,
 ) -> RoundResult:
-    """Draft every anchor's block in one forward, its slots plain masks or conditioned on `relayed`."""
-    config = drafter.config
-    device = sequences.token_ids.device
-    context_length = sequences.token_ids.shape[1]
-    slots = torch.arange(config.block_size, device=device)
+    """Draft every anchor's block in one forward, its slots plain masks or conditioned on `relayed`.
 
-    context = drafter.project_context(sequences.features)
-    context_key_values = drafter.context_key_values(
-        context, torch.arange(context_length, device=device).expand(len(sequences.lengths), -1)
-    )
-    anchor_ids = sequences.token_ids[anchors.row, anchors.position]
-    masks = torch.full((len(anchor_ids), config.block_size - 1), config.mask_token_id, device=device)
-    embeds = drafter.embed(torch.cat([anchor_ids[:, None], masks], dim=1), target.get_input_embeddings())
-    if relayed is not None:
-        embeds = embeds + nn.functional.pad(relay_additions(drafter, target, relayed), (0, 0, 1, 0))
+    All blocks of a row are one row of queries; their keys are the row's context and the blocks themselves. Distances
+    and directions are the serving mask's, so that training sees what decoding will see.
+
+    Args:
+        use_flex (`bool`, *optional*): Whether attention is FlexAttention; by default where it compiles, otherwise the
+            drafter's own implementation with dense masks.
+    """
+    config, parameter = drafter.config, drafter.fc.weight
+    if use_flex is None:
+        use_flex = flex_fits(parameter.device, parameter.dtype, config.head_dim, config.attention_dropout)
+    # A dense mask grows with the square of the blocks in a row: past the context's length more rows are cheaper.
+    most = None if use_flex else max(16, sequences.token_ids.shape[1] // config.block_size)
+    blocks = BlockLayout(anchors, len(sequences.lengths), config.block_size, most)
+    context, own = context_places(sequences), blocks.places(sequences)
+    own_context = type(context)(*(blocks.repeat(values) for values in vars(context).values()))
+    masks = _masks_by_kind(drafter, PackedMask(own, own_context + own), use_flex)
+    context_key_values = drafter.context_key_values(drafter.project_context(sequences.features), context.positions)
 
     def extend(layer_idx, keys, values):
         context_keys, context_values = context_key_values[layer_idx]
         return (
-            torch.cat([context_keys[anchors.row], keys], dim=-2),
-            torch.cat([context_values[anchors.row], values], dim=-2),
+            torch.cat([blocks.repeat(context_keys), keys], dim=-2),
+            torch.cat([blocks.repeat(context_values), values], dim=-2),
         )
 
-    masks_by_type = {
-        kind: block_mask(drafter, config.layer_types.index(kind), anchors.position, context_length)
-        for kind in set(config.layer_types)
-    }
     hidden = drafter.draft_hidden(
-        embeds,
-        anchors.position[:, None] + slots,
+        blocks.pack(_block_embeds(drafter, target, sequences, anchors, relayed)),
+        own.positions,
         extend,
-        lambda layer_idx, _: masks_by_type[config.layer_types[layer_idx]],
+        lambda layer_idx, _: masks[config.layer_types[layer_idx]],
     )
-    label_positions = anchors.position[:, None] + slots[1:]
-    places = anchors.row[:, None], label_positions.clamp(max=context_length - 1)
-    labels = sequences.token_ids[places]
-    labels = labels.masked_fill(label_positions >= sequences.lengths[anchors.row][:, None], IGNORED)
-    result = RoundResult(hidden=hidden[:, 1:], labels=labels)
+    return _with_labels(blocks.unpack(hidden)[:, 1:], sequences, anchors)
+
+
+def _masks_by_kind(drafter: DFlowDrafter, mask: PackedMask, use_flex: bool) -> dict[str, Any]:
+    config = drafter.config
+    build = mask.for_flex if use_flex else mask.dense
+    rules = {
+        "full_attention": (config.full_is_causal, None),
+        "sliding_attention": (config.sliding_is_causal, config.sliding_window and config.window_reach),
+    }
+    return {kind: build(*rules[kind]) for kind in set(config.layer_types)}
+
+
+def _block_embeds(drafter, target, sequences: Sequences, anchors: Anchors, relayed: Relayed | None) -> torch.Tensor:
+    """Input embeddings `[A, L, H]`: the anchor's, and mask embeddings with what the relay adds to them."""
+    config = drafter.config
+    anchor_ids = sequences.token_ids[anchors.row, anchors.position]
+    masks = anchor_ids.new_full((len(anchor_ids), config.block_size - 1), config.mask_token_id)
+    embeds = drafter.embed(torch.cat([anchor_ids[:, None], masks], dim=1), target.get_input_embeddings())
+    if relayed is None:
+        return embeds
+    return embeds + nn.functional.pad(relay_additions(drafter, target, relayed), (0, 0, 1, 0))
+
+
+def _with_labels(hidden: torch.Tensor, sequences: Sequences, anchors: Anchors) -> RoundResult:
+    """Slot k answers for the token at anchor + k."""
+    slots = torch.arange(1, hidden.shape[1] + 1, device=anchors.position.device)
+    positions = anchors.position[:, None] + slots
+    row, column = anchors.row[:, None], positions.clamp(max=sequences.token_ids.shape[1] - 1)
+    is_label = positions < sequences.document_ends(anchors)[:, None]
+    if sequences.is_supervised is not None:
+        is_label = (
+            (is_label & sequences.is_supervised[row, column]).long().cumprod(dim=1).bool()
+        )  # an answer ends there
+    result = RoundResult(hidden, sequences.token_ids[row, column].masked_fill(~is_label, IGNORED))
     if sequences.teacher_ids is not None and sequences.teacher_probs is not None:
-        row, position = places
-        result.teacher_ids = sequences.teacher_ids[row, position - 1]  # row t of the target predicts position t + 1
-        result.teacher_probs = sequences.teacher_probs[row, position - 1]
+        result.teacher_ids = sequences.teacher_ids[row, column - 1]  # row t of the target predicts position t + 1
+        result.teacher_probs = sequences.teacher_probs[row, column - 1]
     return result
 
 
@@ -133,7 +123,12 @@ def relay_additions(drafter: DFlowDrafter, target: Any, relayed: Relayed) -> tor
         drafter.embed(relayed.bonus_ids, embedding),
         drafter.embed(relayed.rejected_ids, embedding),
     )
-    return additions * relayed.is_fed[..., None]
+    return torch.where(relayed.is_fed[..., None], additions, 0.0)
+
+
+def accepted_lengths(proposals: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`[A]`: how many of the proposals `[A, N]` greedy decoding of the stored trajectory `[A, N]` would accept."""
+    return (proposals == labels).long().cumprod(dim=1).sum(dim=1)
 
 
 @torch.no_grad()
@@ -151,57 +146,16 @@ def next_round(
     Anchors whose next block has no label left are kept; their labels are all ignored. Without the relay, which is an
     ablation, the anchors step alike and the target is not asked.
     """
-    proposals = drafter.compute_logits(result.hidden, target.get_output_embeddings())
-    proposals[..., drafter.config.mask_token_id] = -torch.inf
-    proposals = proposals.argmax(dim=-1)  # [A, N]
-    accepted = (proposals == result.labels).long().cumprod(dim=1).sum(dim=1)  # [A]
-    num_drafts = proposals.shape[1]
-    position = torch.minimum(anchors.position + accepted + 1, sequences.lengths[anchors.row] - 1)
+    proposals = greedy_proposals(drafter, target, result.hidden)  # [A, N]
+    accepted = accepted_lengths(proposals, result.labels)  # [A]
+    position = torch.minimum(anchors.position + accepted + 1, sequences.document_ends(anchors) - 1)
     following = Anchors(anchors.row, position)
     if not use_relay:
         return following, None
     taps = proposal_features(drafter, target, sequences, anchors, proposals)  # [A, N + 1, taps * H], row 0 the anchor
-    slots = torch.arange(1, num_drafts + 1, device=proposals.device)
-    source_rows = accepted[:, None] + slots  # slot j - a is fed by row j
-    is_fed = source_rows <= num_drafts
+    num_drafts = proposals.shape[1]
+    source_rows = accepted[:, None] + torch.arange(1, num_drafts + 1, device=proposals.device)
+    is_fed = source_rows <= num_drafts  # slot j - a is fed by row j
     gathered = taps.gather(1, source_rows.clamp(max=num_drafts)[..., None].expand(-1, -1, taps.shape[-1]))
     rejected_ids = proposals.gather(1, accepted.clamp(max=num_drafts - 1)[:, None])[:, 0]
-    bonus_ids = sequences.token_ids[anchors.row, position]
-    return following, Relayed(gathered, is_fed, bonus_ids, rejected_ids)
-
-
-def proposal_features(
-    drafter: DFlowDrafter, target: Any, sequences: Sequences, anchors: Anchors, proposals: torch.Tensor
-) -> torch.Tensor:
-    """Tapped target states `[A, N + 1, taps * H]` of every block `[anchor, proposals]`, one target pass a sequence.
-
-    The pass runs over the sequence followed by all its blocks; a block sees the sequence before its anchor and itself.
-    """
-    block_length = proposals.shape[1] + 1
-    output = sequences.features.new_empty(len(anchors.row), block_length, sequences.features.shape[-1])
-    for row in anchors.row.unique().tolist():
-        members = (anchors.row == row).nonzero()[:, 0]
-        length = int(sequences.lengths[row])
-        starts = anchors.position[members]
-        block_ids = torch.cat([sequences.token_ids[row, starts][:, None], proposals[members]], dim=1)
-        token_ids = torch.cat([sequences.token_ids[row, :length], block_ids.flatten()])[None]
-        block_positions = (starts[:, None] + torch.arange(block_length, device=starts.device)).flatten()
-        position_ids = torch.cat([torch.arange(length, device=starts.device), block_positions])[None]
-        block_of = torch.arange(len(members), device=starts.device).repeat_interleave(block_length)
-        total = token_ids.shape[1]
-        visible = torch.ones(total, total, dtype=torch.bool, device=starts.device).tril()
-        visible[length:, length:] &= block_of[:, None] == block_of[None, :]
-        visible[length:, :length] = torch.arange(length, device=starts.device) < starts[block_of][:, None]
-        # An additive mask: eager attention would add a boolean one as zeros and ones.
-        mask = torch.zeros_like(visible, dtype=target.dtype).masked_fill(~visible, torch.finfo(target.dtype).min)
-        states = target(
-            token_ids,
-            attention_mask=mask[None, None],
-            position_ids=position_ids,
-            output_hidden_states=True,
-            use_cache=False,
-            logits_to_keep=1,
-        ).hidden_states
-        features = torch.cat([states[i + 1][0, length:] for i in drafter.config.target_layer_ids], dim=-1)
-        output[members] = features.view(len(members), block_length, -1)
-    return output
+    return following, Relayed(gathered, is_fed, sequences.token_ids[anchors.row, position], rejected_ids)

@@ -1,0 +1,93 @@
+"""Who sees whom in a packed row. The rule is written once; dense masks and FlexAttention's both come from it."""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from hf_dflow.training.packing import CONTEXT, Places
+
+logger = logging.getLogger(__name__)
+
+# (row, head, query, key) index tensors, broadcast against each other -> bool: FlexAttention's signature.
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class PackedMask:
+    """Queries see the context of their own document before their bound, and the slots of their own block.
+
+    Args:
+        queries (`Places`): Q a row.
+        keys (`Places`): K a row.
+    """
+
+    queries: Places
+    keys: Places
+
+    def rule(self, is_causal: bool, reach: int | None) -> MaskMod:
+        """The rule as a function of indices.
+
+        Args:
+            is_causal (`bool`): Hide what stands behind the query.
+            reach (`int`, *optional*): Hide what stands farther away than this.
+        """
+        queries, keys = self.queries, self.keys
+
+        def visible(row, head, query, key):
+            is_before = (keys.document[row, key] == queries.document[row, query]) & (
+                keys.index[row, key] < queries.bound[row, query]
+            )
+            is_own = keys.block[row, key] == queries.block[row, query]
+            seen = torch.where(keys.block[row, key] == CONTEXT, is_before, is_own)
+            distance = queries.index[row, query] - keys.index[row, key]
+            if is_causal:
+                seen = seen & (distance >= 0)
+            if reach is not None:
+                seen = seen & (distance.abs() <= reach)
+            return seen
+
+        return visible
+
+    def dense(self, is_causal: bool, reach: int | None) -> torch.Tensor:
+        """Bool mask `[R, 1, Q, K]`, True where a query may look."""
+        rows, num_queries = self.queries.index.shape
+        device = self.queries.index.device
+        row = torch.arange(rows, device=device)[:, None, None]
+        query = torch.arange(num_queries, device=device)[None, :, None]
+        key = torch.arange(self.keys.index.shape[1], device=device)[None, None, :]
+        return self.rule(is_causal, reach)(row, torch.zeros_like(row), query, key)[:, None]
+
+    def for_flex(self, is_causal: bool, reach: int | None) -> Any:
+        """FlexAttention's `BlockMask`: tiles in which no query sees any key are never computed."""
+        rows, num_queries = self.queries.index.shape
+        device = self.queries.index.device
+        return create_block_mask(
+            self.rule(is_causal, reach), rows, None, num_queries, self.keys.index.shape[1], device=str(device)
+        )
+
+
+def flex_fits(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
+    """Whether FlexAttention serves this drafter: a CUDA device on which it compiles, and sizes that it takes."""
+    takes = device.type == "cuda" and dtype != torch.float64 and head_dim >= 16 and not dropout
+    return takes and _flex_compiles(str(device))
+
+
+@functools.cache
+def _flex_compiles(device: str) -> bool:
+    """Try once, forward and backward; a CUDA machine may lack a compiler."""
+    try:
+        from transformers.integrations.flex_attention import compile_friendly_flex_attention
+
+        states = torch.zeros(1, 1, 128, 16, device=device, requires_grad=True)
+        mask = create_block_mask(lambda row, head, query, key: query >= key, 1, None, 128, 128, device=device)
+        output: Any = compile_friendly_flex_attention(states, states, states, block_mask=mask)
+        output.sum().backward()
+    except Exception as error:
+        logger.warning("FlexAttention does not compile here (%s); training uses SDPA with dense masks.", error)
+        return False
+    return True

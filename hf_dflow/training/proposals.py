@@ -1,0 +1,115 @@
+"""What the drafter proposes in a round, and what the frozen target computes on it."""
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from hf_dflow.errors import DFlowError
+from hf_dflow.generation._compat import cache_argument, capture_features, crop, get_cache
+from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.training.loss import slots_per_chunk
+from hf_dflow.training.masks import PackedMask
+from hf_dflow.training.packing import Anchors, BlockLayout, Sequences, context_places
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@torch.no_grad()
+def greedy_proposals(drafter: DFlowDrafter, target: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The tokens `[A, N]` that greedy decoding drafts from states `[A, N, H]`; logits exist for a chunk at a time."""
+    head, config = target.get_output_embeddings(), drafter.config
+    chosen = []
+    for states in hidden.flatten(0, 1).split(slots_per_chunk(config.vocab_size, hidden.device)):
+        logits = drafter.compute_logits(states, head)
+        logits[..., config.mask_token_id] = -torch.inf
+        chosen.append(logits.argmax(dim=-1).to(hidden.device))
+    return torch.cat(chosen).view(hidden.shape[:2])
+
+
+@torch.no_grad()
+def proposal_features(
+    drafter: DFlowDrafter, target: Any, sequences: Sequences, anchors: Anchors, proposals: torch.Tensor
+) -> torch.Tensor:
+    """Tapped target states `[A, N + 1, taps * H]` of every block `[anchor, proposals]`, all of them in one target pass.
+
+    A block sees its document before its anchor, and itself. Keys and values of the rows' own tokens are computed by the
+    first call and kept in `sequences.target_cache`, so that every round pays for its blocks alone.
+
+    Args:
+        proposals (`torch.LongTensor` of shape `(A, N)`): What was drafted.
+
+    Raises:
+        DFlowError: The target has layers, or an attention implementation, that cannot run blocks side by side.
+    """
+    attention = _check_attention(target)
+    block_ids = torch.cat([sequences.token_ids[anchors.row, anchors.position][:, None], proposals], dim=1)
+    blocks = BlockLayout(anchors, len(sequences.lengths), block_ids.shape[1])
+    context, own = context_places(sequences), blocks.places(sequences)
+    if sequences.target_cache is None:
+        cache = DynamicCache()  # without a configuration, so that sliding layers keep all rows; the mask has the window
+        within_documents = sequences.document_starts is not None  # else plain causal attention, and padding is behind
+        _, sequences.target_cache = _forward(
+            target,
+            sequences.token_ids,
+            attention_mask=_target_mask(target, attention, PackedMask(context, context)) if within_documents else None,
+            position_ids=context.positions,
+            cache=cache,
+        )
+    states, cache = _forward(
+        target,
+        blocks.pack(block_ids),
+        attention_mask=_target_mask(target, attention, PackedMask(own, context + own)),
+        position_ids=own.positions,
+        cache=sequences.target_cache,
+    )
+    crop(cache, own.index.shape[1])
+    return blocks.unpack(capture_features(states, drafter.config.target_layer_ids))
+
+
+def _forward(target, token_ids, *, attention_mask, position_ids, cache):
+    output = target(
+        token_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        output_hidden_states=True,
+        use_cache=True,
+        logits_to_keep=1,
+        **{cache_argument(target): cache},
+    )
+    return output.hidden_states, get_cache(output)
+
+
+def _check_attention(target) -> dict[str, int | None]:
+    """Reach of each kind of attention layer that the target has, `None` for all of the past."""
+    config = target.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    others = kinds - {FULL, SLIDING}
+    if others:
+        raise DFlowError(
+            f"{type(target).__name__} has layers of kind {', '.join(sorted(others))}; relay rounds run all proposals "
+            "side by side, which only full and sliding attention can. Train without relay rounds (relay_rounds=0)."
+        )
+    implementation = config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise DFlowError(
+            f"relay rounds give the target a mask of their own, which attn_implementation='{implementation}' does not "
+            "take; load the target with attn_implementation='sdpa' or 'eager'."
+        )
+    window = getattr(config, "sliding_window", None)
+    reach = None if window is None or getattr(config, "use_sliding_window", True) is False else window - 1
+    if not kinds:  # all layers are alike
+        return {FULL: reach}
+    return {kind: reach if kind == SLIDING else None for kind in kinds}
+
+
+def _target_mask(target, attention: dict[str, int | None], mask: PackedMask):
+    """One additive mask, or one for each kind of layer as transformers' models with several kinds take them."""
+
+    def additive(reach):  # eager attention would add a boolean mask as zeros and ones
+        visible = mask.dense(True, reach)
+        return torch.zeros_like(visible, dtype=target.dtype).masked_fill(~visible, torch.finfo(target.dtype).min)
+
+    if SLIDING not in attention:
+        return additive(attention[FULL])
+    return {kind: additive(attention.get(kind)) for kind in (FULL, SLIDING)}
