@@ -1,4 +1,4 @@
-"""`hf-dflow`: the demo, a losslessness check, and a look into a drafter's folder."""
+"""`hf-dflow`: the demo, a losslessness check, a look into a drafter's folder, and training."""
 
 import json
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from rich.table import Table
 
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.errors import DFlowError
+from hf_dflow.training import commands as training
 
 app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True)
 
@@ -114,6 +115,9 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) ->
         for name, value in properties.items():
             table.add_row(name, value)
         Console().print(table)
+
+
+app.command()(_errors_in_words()(training.data))
 
 
 if __name__ == "__main__":

@@ -1,63 +1,169 @@
-"""Answers of the target as training rows: token ids and where the supervised span starts."""
+"""Training rows: token ids, which of them the target wrote, and the files that hold them."""
 
 import gzip
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_dflow.errors import DFlowError
+
+HEADER_KEY = "hf_dflow_data"  # its value is the version of the format
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One prompt and the target's answer to it."""
+    """A chat whose assistant tokens are the target's own.
+
+    One answer to one prompt needs no more than `prompt_length`; chats of several turns name their spans.
+
+    Args:
+        token_ids (`list[int]`): The whole chat.
+        prompt_length (`int`): Tokens before the first supervised one.
+        prompt (`str`): The first thing that the user said; decides the split.
+        temperature (`float` or `None`): At which the target wrote, 0 if greedily; `None` if nobody knows.
+        spans (`tuple[tuple[int, int], ...]`, *optional*): Supervised tokens as half-open spans in order; by default
+            everything from `prompt_length` on.
+    """
 
     token_ids: list[int]
-    prompt_length: int  # tokens before the answer; the answer is what is supervised
+    prompt_length: int
     prompt: str
-    temperature: float
+    temperature: float | None
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self):
+        if not self.spans:
+            object.__setattr__(self, "spans", ((self.prompt_length, len(self.token_ids)),))
 
     @property
     def answer_length(self) -> int:
+        """Tokens from the first supervised one to the end."""
         return len(self.token_ids) - self.prompt_length
 
+    @property
+    def supervised_tokens(self) -> int:
+        return sum(end - start for start, end in self.spans)
 
-def read_rows(path: str | Path, min_answer_tokens: int = 3, max_length: int = 1024) -> list[TrainingRow]:
-    """Read a JSONL file (`.gz` allowed) with `prompt_ids` and `answer_ids` on each line.
+    def supervised(self) -> list[bool]:
+        """One flag per token. A label is supervised where its own token is."""
+        flags = [False] * len(self.token_ids)
+        for start, end in self.spans:
+            flags[start:end] = [True] * (end - start)
+        return flags
 
-    Rows whose answer is shorter than an anchor and two labels teach nothing and are left out, as are over-long ones.
+    def anchor_positions(self) -> list[int]:
+        """Positions of supervised tokens that another one follows: what can be the anchor of a step in decoding."""
+        return [position for start, end in self.spans for position in range(start, end - 1)]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """What [`read_data`] found."""
+
+    rows: list[TrainingRow]
+    header: dict[str, Any] | None  # how the file was made; `None` for files that do not say
+    too_short: int  # rows left out: no span holds an anchor and its labels
+    too_long: int
+
+    def __str__(self) -> str:
+        tokens = sum(row.supervised_tokens for row in self.rows)
+        return (
+            f"{len(self.rows)} rows with {tokens} supervised tokens; left out: {self.too_short} without enough "
+            f"supervised tokens, {self.too_long} over-long"
+        )
+
+
+def read_data(path: str | Path, min_answer_tokens: int = 3, max_length: int = 1024) -> DataFile:
+    """Read a JSONL file (`.gz` allowed), as `hf-dflow data` writes it or with `prompt_ids` and `answer_ids` a line.
+
+    Rows without a span of `min_answer_tokens` (an anchor and two labels) teach nothing and are left out, as are rows
+    longer than `max_length`. A last line that was cut while being written is ignored.
 
     Raises:
         DFlowError: A line is no such object, or no row is left.
     """
     opener = gzip.open if str(path).endswith(".gz") else open
-    rows = []
+    rows, header, too_short, too_long = [], None, 0, 0
     with opener(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-                prompt_ids, answer_ids = record["prompt_ids"], record["answer_ids"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise DFlowError(f"{path}, line {number}: expected an object with prompt_ids and answer_ids") from error
-            if len(answer_ids) >= min_answer_tokens and len(prompt_ids) + len(answer_ids) <= max_length:
-                row = TrainingRow(
-                    token_ids=prompt_ids + answer_ids,
-                    prompt_length=len(prompt_ids),
-                    prompt=record.get("prompt", ""),
-                    temperature=record.get("temperature", 0.0),
-                )
+                if number == 1 and isinstance(record, dict) and HEADER_KEY in record:
+                    header = record
+                    continue
+                row = parse_row(record)
+            except (KeyError, TypeError, ValueError) as error:
+                if header is not None and not line.endswith("\n"):
+                    break
+                raise DFlowError(
+                    f"{path}, line {number}: expected an object with token_ids and spans, or prompt_ids and "
+                    f"answer_ids ({error})"
+                ) from error
+            longest = max(end - start for start, end in row.spans)
+            if longest < min_answer_tokens:
+                too_short += 1
+            elif len(row.token_ids) > max_length:
+                too_long += 1
+            else:
                 rows.append(row)
     if not rows:
-        raise DFlowError(f"{path}: no row has an answer of at least {min_answer_tokens} tokens")
-    return rows
+        raise DFlowError(
+            f"{path}: no row has an answer of at least {min_answer_tokens} tokens within {max_length} in all "
+            f"({too_short} too short, {too_long} over-long): nothing is supervised"
+        )
+    return DataFile(rows, header, too_short, too_long)
+
+
+def read_rows(path: str | Path, min_answer_tokens: int = 3, max_length: int = 1024) -> list[TrainingRow]:
+    """The rows of [`read_data`] alone."""
+    return read_data(path, min_answer_tokens, max_length).rows
+
+
+def parse_row(record: dict[str, Any]) -> TrainingRow:
+    """A row from its JSON object.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is no row.
+    """
+    if not isinstance(record, dict):
+        raise TypeError("no JSON object")
+    prompt, temperature = record.get("prompt", ""), record.get("temperature", 0.0)
+    if "token_ids" not in record:
+        prompt_ids, answer_ids = record["prompt_ids"], record["answer_ids"]
+        return TrainingRow(prompt_ids + answer_ids, len(prompt_ids), prompt, temperature)
+    token_ids = record["token_ids"]
+    spans = tuple((start, end) for start, end in record["spans"])
+    bounds = [0, *(position for span in spans for position in span), len(token_ids)]
+    if not spans or bounds != sorted(bounds) or any(start == end for start, end in spans):
+        raise ValueError(f"spans {record['spans']} are not in order within {len(token_ids)} tokens")
+    return TrainingRow(token_ids, spans[0][0], prompt, temperature, spans)
+
+
+def row_record(
+    token_ids: list[int], spans: Iterable[tuple[int, int]], prompt: str, temperature: float | None, finished: bool
+) -> dict[str, Any]:
+    """A row as its JSON object; `finished` says whether the last turn ends with the end-of-turn token."""
+    return {
+        "token_ids": token_ids,
+        "spans": [list(span) for span in spans],
+        "prompt": prompt,
+        "temperature": temperature,
+        "finished": finished,
+    }
+
+
+def is_held_out(prompt: str, held_out_share: float = 0.06) -> bool:
+    """Whether a prompt belongs to the share never trained on: by its hash, so that no order and no file decides."""
+    digest = hashlib.sha256(prompt.encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**32 < held_out_share
 
 
 def split_rows(rows: list[TrainingRow], held_out_share: float = 0.06) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Split into (training, held out) by a hash of the prompt, so that the split does not depend on the order."""
-
-    def is_held_out(row: TrainingRow) -> bool:
-        digest = hashlib.sha256(row.prompt.encode()).digest()
-        return int.from_bytes(digest[:4], "big") / 2**32 < held_out_share
-
-    return [row for row in rows if not is_held_out(row)], [row for row in rows if is_held_out(row)]
+    """Split into (training, held out) with [`is_held_out`]."""
+    return (
+        [row for row in rows if not is_held_out(row.prompt, held_out_share)],
+        [row for row in rows if is_held_out(row.prompt, held_out_share)],
+    )

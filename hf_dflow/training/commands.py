@@ -1,0 +1,91 @@
+"""What `hf-dflow` offers for training: `data`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.errors import DFlowError
+
+
+def data(
+    target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
+    output: Annotated[Path, typer.Argument(help="JSONL file to write; continued if it was begun.")],
+    prompts: Annotated[
+        list[str] | None, typer.Option(help=".jsonl (prompt, or messages) or .txt file, own, or sharegpt; repeatable.")
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Hub name or folder, read with the datasets package.")] = None,
+    split: Annotated[str, typer.Option(help="Split of --dataset.")] = "train",
+    column: Annotated[str | None, typer.Option(help="Column of --dataset: texts or lists of messages.")] = None,
+    use_answers: Annotated[
+        bool, typer.Option("--use-answers", help="Take the answers that the chats hold; ask nothing.")
+    ] = False,
+    part: Annotated[str, typer.Option(help="train, held-out (6% of the prompts, by their hash) or all.")] = "all",
+    limit: Annotated[int, typer.Option(min=0, help="Take only so many prompts; 0 for all.")] = 0,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="0 is greedy, as by default; given several times they take turns.")
+    ] = None,
+    top_p: Annotated[float, typer.Option(help="Nucleus of sampled answers.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(help="An answer is cut there.")] = 256,
+    max_length: Annotated[int, typer.Option(min=1, help="Longest row in tokens, answer included.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Prompts answered together.")] = 32,
+    dtype: Annotated[str, typer.Option(help="auto (bfloat16 on a GPU), float32, bfloat16 or float16.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of the order and of sampled answers.")] = 0,
+    revision: Annotated[str | None, typer.Option(help="Of the target on the Hub.")] = None,
+    template_options: Annotated[
+        str | None, typer.Option(help="Options of the chat template as JSON: '{\"enable_thinking\": false}'.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="No chat template: continue the prompts' text.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+) -> None:
+    """Write training rows: the target's own answers to prompts, or chats that already hold answers."""
+    # Refused before anything is loaded.
+    if bool(prompts) == bool(dataset):
+        raise DFlowError("give either --prompts or --dataset")
+    if output.suffix != ".jsonl":
+        raise DFlowError(f"{output}: the output must be a .jsonl file (compress it afterwards; .gz is read as well)")
+    options = _template_options(template_options)
+
+    from transformers import AutoTokenizer
+
+    from hf_dflow.bench.runners import use_threads
+    from hf_dflow.training import collect
+    from hf_dflow.training.answers import Sampling
+    from hf_dflow.training.prompts import read_dataset, read_prompts
+    from hf_dflow.training.target import describe_target, load_target, stop_ids
+    from hf_dflow.training.templates import ChatTemplate
+
+    use_threads(threads)
+    sampling = Sampling(tuple(temperature or [0.0]), top_p, max_new_tokens, batch, seed)
+    given = (
+        read_dataset(dataset, split, column) if dataset else [p for name in prompts or [] for p in read_prompts(name)]
+    )
+    tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
+    template = ChatTemplate(tokenizer, stop_ids(target, tokenizer, revision), options, is_plain=plain)
+    model = None if use_answers else load_target(target, dtype, revision)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", max_length) if model else max_length
+    job = collect.Job(
+        given[: limit or None],
+        template,
+        target=describe_target(target, revision, model),
+        source=f"{dataset}, split {split}, column {column or 'found'}" if dataset else ", ".join(prompts or []),
+        part=part,
+        max_length=min(max_length, longest),
+    )
+    if model is None:
+        report = collect.collect_chats(job, output)
+    else:
+        report = collect.collect_answers(job, model, output, sampling, lambda line: typer.echo(line, err=True))
+    typer.echo(report)
+
+
+def _template_options(text: str | None) -> dict:
+    try:
+        options = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise DFlowError(f"--template-options {text}: no JSON ({error})") from error
+    if not isinstance(options, dict):
+        raise DFlowError(f"--template-options {text}: give a JSON object")
+    return options
