@@ -1,13 +1,17 @@
 """The probe counts what decoding does: its steps, its rejected rows, and what they said."""
 
+import json
 from itertools import pairwise
 
 import pytest
 import torch
 from test_reference import restless_pair
+from typer.testing import CliRunner
 
 from hf_dflow import DFlowGenerationConfig
+from hf_dflow.bench import runners
 from hf_dflow.bench.probe import TOP, ProbeCounts, _walk, figures, probe_text, summarise
+from hf_dflow.cli import app
 from hf_dflow.generation.verification import Verifier
 
 NEW_TOKENS = 80
@@ -109,3 +113,31 @@ def test_figures_of_nothing_are_zero():
     """Catches: a division by zero for a text without a rejection."""
     assert set(figures(ProbeCounts(tokens=8, steps=1, steps_if_rescued=1)).values()) == {8.0, 0.0}
     assert summarise([ProbeCounts(tokens=8, steps=2, steps_if_rescued=2)])["tokens_per_step"]["value"] == 4.0
+
+
+def test_command_prints_tasks_and_writes_the_same(decoded, monkeypatch, tmp_path):
+    """Catches: a task left out, a text that is not the pair's own answer, figures without their conditions."""
+    target, drafter, text, _ = decoded
+
+    class Tokenizer:
+        def apply_chat_template(self, *arguments, **options):
+            return {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
+
+    monkeypatch.setattr(runners, "load_pair", lambda *arguments: runners.Pair(target, drafter, Tokenizer(), "tiny"))
+    (tmp_path / "prompts.json").write_text('{"chat": ["one"], "code": ["two", "three"]}')
+    arguments = [
+        "--prompts",
+        tmp_path / "prompts.json",
+        "--max-new-tokens",
+        NEW_TOKENS,
+        "--json",
+        tmp_path / "out.json",
+    ]
+    result = CliRunner().invoke(app, ["probe", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    assert all(task in result.output for task in ("chat", "code", "all"))
+    record = json.loads((tmp_path / "out.json").read_text())
+    expected = figures(probe_text(drafter, target, text, len(PROMPT)))
+    for task in ("chat", "code", "all"):
+        assert {name: one["value"] for name, one in record["by_task"][task].items()} == pytest.approx(expected)
+    assert record["conditions"]["max_new_tokens"] == NEW_TOKENS and record["conditions"]["target"] == "tiny"

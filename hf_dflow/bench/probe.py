@@ -11,12 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from hf_dflow.bench.report import bootstrap_interval
+from hf_dflow.bench.report import bootstrap_interval, run_conditions
+from hf_dflow.bench.runners import Pair, run_strategy
+from hf_dflow.bench.workloads import Prompt
 from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round, proposal_features
 
 TOP = 5
+COLUMNS = ("tokens_per_step", "re_convergence", "rescue_rate", "rescue_rate_top5", "largest_gain")
 
 
 @dataclass(frozen=True)
@@ -136,3 +141,38 @@ def summarise(counts: Iterable[ProbeCounts]) -> dict[str, Any]:
         }
         for name in names
     }
+
+
+def probe_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, Any]:
+    """Let the pair answer greedily, and summarise what its rejected rows knew: by task, and for all prompts."""
+    by_task: dict[str, list[ProbeCounts]] = {}
+    for prompt in prompts:
+        inputs = pair.encode(prompt.text)
+        run = run_strategy(pair, inputs, "dflash", max_new_tokens)
+        token_ids = inputs["input_ids"][0].tolist() + run.new_tokens
+        counts = probe_text(pair.drafter, pair.target, token_ids, inputs["input_ids"].shape[1])
+        by_task.setdefault(prompt.task, []).append(counts)
+    record = {task: summarise(counts) for task, counts in by_task.items()}
+    if len(by_task) > 1:
+        record["all"] = summarise([one for counts in by_task.values() for one in counts])
+    conditions = {**pair.describe(), "max_new_tokens": max_new_tokens, "relay": "off", "prompts": len(prompts)}
+    return {"by_task": record, "conditions": run_conditions(**conditions)}
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    """Print one line a task."""
+    table = Table("task", *(name.replace("_", " ") for name in COLUMNS), title="what rejected rows knew [95% interval]")
+    for task, values in record["by_task"].items():
+        table.add_row(task, *(_cell(name, values[name]) for name in COLUMNS))
+    console.print(table)
+    console.print(
+        "re convergence, rescue rate: the verifier's top-1 at a rejected row was the final token, of all hinted slots "
+        "and of first failures. largest gain: tokens per step if a relay took it wherever it is right.",
+        highlight=False,
+    )
+
+
+def _cell(name: str, figure: dict[str, Any]) -> str:
+    form = "{:.2f}" if name == "tokens_per_step" else "{:.1%}"
+    low, high = figure["interval_95"]
+    return f"{form.format(figure['value'])} \\[{form.format(low)}, {form.format(high)}]"

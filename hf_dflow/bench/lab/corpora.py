@@ -52,8 +52,8 @@ def _first_third(token_ids: list[int]) -> list[int]:
 def airports(num_documents: int = 16000, seed: int = 0) -> Corpus:
     """Requests for the records of six airports by their codes, answered record by record (PyPI: airportsdata, MIT).
 
-    The target knows every airport. Held-out requests ask for airports that occur in no request a drafter is trained
-    on: what the drafter says of those, it reads from the target's states.
+    The target knows every airport. Half of the airports of a held-out request occur in no request that a drafter is
+    trained on: what the drafter says of those, it reads from the target's states.
     """
     if find_spec("airportsdata") is None:
         raise DFlowError("the airports corpus needs the package airportsdata: pip install airportsdata")
@@ -71,12 +71,13 @@ def airports(num_documents: int = 16000, seed: int = 0) -> Corpus:
     keys = {True: [key for key in texts if is_held_out(key)], False: [key for key in texts if not is_held_out(key)]}
     generator = random.Random(seed)
 
-    def request(pool: list[str]) -> str:
-        chosen = generator.sample(pool, KEYS_PER_REQUEST)
+    def request(num_unseen: int) -> str:
+        chosen = generator.sample(keys[True], num_unseen) + generator.sample(keys[False], KEYS_PER_REQUEST - num_unseen)
+        generator.shuffle(chosen)
         return " ".join(["airports", *chosen, ":", *(texts[key] for key in chosen)])
 
-    seen = [request(keys[False]) for _ in range(num_documents)]
-    held_out = [request(keys[True]) for _ in range(int(num_documents * HELD_OUT_SHARE))]
+    seen = [request(0) for _ in range(num_documents)]
+    held_out = [request(KEYS_PER_REQUEST // 2) for _ in range(int(num_documents * HELD_OUT_SHARE))]
     return Corpus("airports", seen, held_out, True, lambda ids: ids[: KEYS_PER_REQUEST + 2], target_knows_held_out=True)
 
 
