@@ -8,12 +8,23 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
+from hf_dflow import DFlowDrafter
 from hf_dflow.bench.lab import corpora
-from hf_dflow.bench.lab.experiment import KINDS, DrafterRecipe, Lab, measure, probe, train, write_answers
-from hf_dflow.bench.lab.report import read_results, summarise
+from hf_dflow.bench.lab.experiment import (
+    KINDS,
+    DrafterRecipe,
+    Lab,
+    measure,
+    probe,
+    tokens_per_step,
+    train,
+    write_answers,
+)
+from hf_dflow.bench.lab.report import read_results, summarise, summarise_tasks
 from hf_dflow.bench.lab.target import (
     Clock,
     TargetRecipe,
+    answer,
     encode,
     held_out_loss,
     new_model,
@@ -121,10 +132,34 @@ def run(
                 lines.write(json.dumps({**result, "conditions": run_conditions()}) + "\n")
             counts = result["counts"]
             typer.echo(
-                f"{kind}, seed {seed}: {sum(counts['tokens']) / sum(counts['steps']):.3f} tokens per step, "
+                f"{kind}, seed {seed}: {tokens_per_step(counts):.3f} tokens per step, "
                 f"{sum(counts['identical'])} of {len(counts['identical'])} texts identical, "
                 f"{record['training_seconds']:.0f} s of training"
             )
+
+
+@app.command()
+def tasks(
+    corpus: Annotated[str, typer.Argument(help="The corpus that FOLDER was made from.")],
+    folder: Annotated[Path, typer.Argument(help="With the drafters that `run` trained.")],
+    seeds: str = "0",
+    kinds: str = "dflash,dflow",
+    threads: Threads = 1,
+) -> None:
+    """Probe and measure trained drafters on each of the corpus's tasks; appends to FOLDER/tasks.jsonl."""
+    torch.set_num_threads(threads)
+    lab, text = Lab.load(folder), _corpus(corpus, None, None)
+    for task, documents in text.tasks.items():
+        rows = answer(lab.target, prompts(text, documents, lab.tokenizer, len(documents)), 96, 0.0)
+        for seed in map(int, seeds.split(",")):
+            for kind in kinds.split(","):
+                drafter = DFlowDrafter.from_pretrained(folder / "drafters" / f"{kind}-{seed}").float().eval()
+                result = {"task": task, "kind": kind, "seed": seed, "counts": measure(lab, drafter, rows)}
+                if kind == "dflash":
+                    result["probe"] = probe(lab, drafter, rows)
+                with open(folder / "tasks.jsonl", "a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(result) + "\n")
+                typer.echo(f"{task}, {kind}, seed {seed}: {tokens_per_step(result['counts']):.3f} tokens per step")
 
 
 @app.command()
@@ -133,7 +168,7 @@ def report(
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
 ) -> None:
     """Pool the seeds of each folder; print tokens per step and gains."""
-    record = {folder.name: summarise(read_results(folder)) for folder in folders}
+    record = {folder.name: {**summarise(read_results(folder)), "tasks": summarise_tasks(folder)} for folder in folders}
     text = json.dumps({"corpora": record, "conditions": run_conditions()}, indent=1)
     typer.echo(text)
     if json_path is not None:

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from hf_dflow.training.data import read_rows
 HELD_OUT_SHARE = 0.15
 NUM_AIRPORTS = 2400
 KEYS_PER_REQUEST = 6
+UNSEEN, TASK_SIZE = (0, 2, 4, 6), 40
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<mask>", "<unk>"]
 
 
@@ -35,6 +36,7 @@ class Corpus:
     is_word_level: bool  # one token a word; byte pairs otherwise
     prompt_of: Callable[[list[int]], list[int]]  # token ids of a document -> a prompt's
     target_knows_held_out: bool = False
+    tasks: dict[str, list[str]] = field(default_factory=dict)  # more held-out documents, by how hard they are to draft
 
 
 def is_held_out(name: str, share: float = HELD_OUT_SHARE) -> bool:
@@ -78,7 +80,16 @@ def airports(num_documents: int = 16000, seed: int = 0) -> Corpus:
 
     seen = [request(0) for _ in range(num_documents)]
     held_out = [request(KEYS_PER_REQUEST // 2) for _ in range(int(num_documents * HELD_OUT_SHARE))]
-    return Corpus("airports", seen, held_out, True, lambda ids: ids[: KEYS_PER_REQUEST + 2], target_knows_held_out=True)
+    tasks = {f"{count} of {KEYS_PER_REQUEST} unseen": [request(count) for _ in range(TASK_SIZE)] for count in UNSEEN}
+    return Corpus(
+        "airports",
+        seen,
+        held_out,
+        is_word_level=True,
+        prompt_of=lambda ids: ids[: KEYS_PER_REQUEST + 2],
+        target_knows_held_out=True,
+        tasks=tasks,
+    )
 
 
 def characters(run_length: int = 24) -> Corpus:

@@ -159,6 +159,11 @@ def measure(lab: Lab, drafter: Any, rows: list[TrainingRow], use_relay: bool | N
     return counts
 
 
+def tokens_per_step(counts: dict[str, list[int]]) -> float:
+    """Pooled over what [`measure`] counted."""
+    return sum(counts["tokens"]) / sum(counts["steps"])
+
+
 def probe(lab: Lab, drafter: DFlowDrafter, rows: list[TrainingRow]) -> dict[str, Any]:
     """`hf_dflow.bench.probe` on the held-out texts."""
     return summarise(probe_text(drafter, lab.target, row.token_ids, row.prompt_length) for row in rows)

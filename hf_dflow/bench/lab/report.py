@@ -60,6 +60,16 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
     return record
 
 
+def summarise_tasks(folder: Path) -> dict[str, Any]:
+    """Of each task: what the probe saw with DFlash, and what DFlow gained, seeds pooled."""
+    path = folder / "tasks.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        tasks[line["task"]].append({**line, "recipe": {"seed": line["seed"]}})
+    return {task: summarise(results) for task, results in tasks.items()}
+
+
 def _figure(rows: np.ndarray, ratio) -> dict[str, Any]:
     """`ratio` of the row sums of `[k, prompts]`, with its interval over prompts."""
     return {
