@@ -131,16 +131,13 @@ def summarise(counts: Iterable[ProbeCounts]) -> dict[str, Any]:
     rows = np.array([astuple(one) for one in counts])
     names = figures(ProbeCounts()).keys()
 
-    def figure(name: str, chosen) -> float:
-        return figures(ProbeCounts(*rows[chosen].sum(axis=0).tolist()))[name]
+    def figure(name: str) -> dict[str, Any]:
+        def pooled(chosen) -> float:
+            return figures(ProbeCounts(*rows[chosen].sum(axis=0).tolist()))[name]
 
-    return {
-        name: {
-            "value": figure(name, slice(None)),
-            "interval_95": bootstrap_interval(len(rows), lambda chosen, name=name: figure(name, chosen)),
-        }
-        for name in names
-    }
+        return {"value": pooled(slice(None)), "interval_95": bootstrap_interval(len(rows), pooled)}
+
+    return {name: figure(name) for name in names}
 
 
 def probe_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, Any]:

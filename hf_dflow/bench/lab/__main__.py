@@ -1,6 +1,7 @@
 """`python -m hf_dflow.bench.lab`: the lab pair, from corpus to figures; each command goes on where it was stopped."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,7 @@ from hf_dflow.bench.report import run_conditions
 from hf_dflow.errors import DFlowError
 
 app = typer.Typer(help="Train a small target and four kinds of drafters for it, and compare them.")
-CORPORA = {
+CORPORA: dict[str, Callable[[], corpora.Corpus]] = {
     "airports": corpora.airports,
     "characters": corpora.characters,
     "source-code": corpora.source_code,
@@ -61,7 +62,7 @@ def prepare(
     """Train the target on a corpus, and let it answer."""
     torch.set_num_threads(threads)
     text = _corpus(corpus, answers, tokenizer)
-    own_tokenizer = corpora.make_tokenizer(text, 8192 if text.is_word_level else 4096)
+    own_tokenizer: Any = corpora.make_tokenizer(text, 8192 if text.is_word_level else 4096)
     recipe = TargetRecipe(updates=updates)
     if not (folder / "target").exists():
         torch.manual_seed(recipe.seed)
@@ -154,7 +155,12 @@ def tasks(
         for seed in map(int, seeds.split(",")):
             for kind in kinds.split(","):
                 drafter = DFlowDrafter.from_pretrained(folder / "drafters" / f"{kind}-{seed}").float().eval()
-                result = {"task": task, "kind": kind, "seed": seed, "counts": measure(lab, drafter, rows)}
+                result: dict[str, Any] = {
+                    "task": task,
+                    "kind": kind,
+                    "seed": seed,
+                    "counts": measure(lab, drafter, rows),
+                }
                 if kind == "dflash":
                     result["probe"] = probe(lab, drafter, rows)
                 with open(folder / "tasks.jsonl", "a", encoding="utf-8") as lines:

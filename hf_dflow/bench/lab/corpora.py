@@ -62,7 +62,7 @@ def airports(num_documents: int = 16000, seed: int = 0) -> Corpus:
     import airportsdata
 
     records = sorted(airportsdata.load("IATA").values(), key=lambda one: hashlib.sha256(one["iata"].encode()).digest())
-    texts = {}
+    texts: dict[str, str] = {}
     for one in records:
         if one["city"] and one["tz"] and len(texts) < NUM_AIRPORTS:
             texts[one["iata"]] = " ".join(

@@ -40,7 +40,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for kind, by_seed in by_kind.items():
         seeds = sorted(by_seed)
-        pooled = sum(by_seed[seed] for seed in seeds)
+        pooled = np.sum([by_seed[seed] for seed in seeds], axis=0)
         entry = {
             "seeds": seeds,
             "tokens_per_step": _figure(pooled, lambda tokens, steps: tokens / steps),
@@ -48,7 +48,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
         }
         baseline = by_kind.get(BASELINE, {})
         if kind != BASELINE and set(seeds) <= set(baseline):
-            both = np.concatenate([pooled, sum(baseline[seed] for seed in seeds)])
+            both = np.concatenate([pooled, np.sum([baseline[seed] for seed in seeds], axis=0)])
             entry["gain_over_dflash"] = _figure(both, lambda t, s, base_t, base_s: (t / s) / (base_t / base_s) - 1)
         record[kind] = entry
     probes = [one["probe"] for one in results if "probe" in one]

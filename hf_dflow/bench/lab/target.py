@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
@@ -57,7 +58,7 @@ def train_language_model(
 ) -> LlamaForCausalLM:
     """Next-token training on whole documents: AdamW, warm-up, cosine, bfloat16 arithmetic on float32 weights."""
     generator = torch.Generator().manual_seed(recipe.seed)
-    pad_id = model.config.pad_token_id
+    pad_id: Any = model.config.pad_token_id
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
     for update in range(recipe.updates):
