@@ -118,6 +118,7 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) ->
 
 
 app.command()(_errors_in_words()(training.data))
+app.command()(_errors_in_words()(training.train))
 
 
 if __name__ == "__main__":

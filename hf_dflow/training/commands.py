@@ -1,4 +1,4 @@
-"""What `hf-dflow` offers for training: `data`."""
+"""What `hf-dflow` offers for training: `data` and `train`."""
 
 import json
 from pathlib import Path
@@ -78,6 +78,63 @@ def data(
         report = collect.collect_chats(job, output)
     else:
         report = collect.collect_answers(job, model, output, sampling, lambda line: typer.echo(line, err=True))
+    typer.echo(report)
+
+
+def train(
+    target: Annotated[str, typer.Argument(help="Folder or Hub name of the target, or of a PEFT adapter for one.")],
+    data: Annotated[list[Path], typer.Argument(help="Rows to train on: JSONL files from hf-dflow data.")],
+    output: Annotated[Path, typer.Option(help="Folder for checkpoints, log and drafter; continued if it was begun.")],
+    config: Annotated[Path | None, typer.Option(help="JSON file that describes the run; --preset otherwise.")] = None,
+    preset: Annotated[str, typer.Option(help="cpu (minutes for a small model) or gpu (the papers' sizes).")] = "cpu",
+    updates: Annotated[int | None, typer.Option(min=1, help="In all; each stage in proportion.")] = None,
+    start_from: Annotated[
+        str | None, typer.Option("--from", help="Continue from this drafter (DFlash or DFlow; folder or Hub name).")
+    ] = None,
+    train_only: Annotated[str | None, typer.Option(help="relay: leave all other weights as they are.")] = None,
+    features: Annotated[
+        str | None, typer.Option(help="Folder for the target's states, or none; OUTPUT/features by default.")
+    ] = None,
+    held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the prompts never trained on.")] = 0.06,
+    max_length: Annotated[int, typer.Option(min=2, help="Longer rows are left out, in tokens.")] = 1024,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of initialisation, data order and anchors.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the target on the Hub.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+) -> None:
+    """Train a drafter for TARGET on its own answers, evaluate it by decoding, and save it to OUTPUT/drafter."""
+    # Refused before anything is loaded.
+    for path in (*data, *([config] if config else [])):
+        if not path.is_file():
+            raise DFlowError(f"{path}: no such file")
+
+    from hf_dflow.bench.runners import use_threads
+    from hf_dflow.training.config import PRESETS, TrainingConfig
+
+    if preset not in PRESETS:
+        raise DFlowError(f"--preset {preset} is unknown; use one of {', '.join(PRESETS)}")
+    given = (TrainingConfig.from_json(config) if config else PRESETS[preset]).to_dict()
+    if start_from and not config:
+        given["num_hidden_layers"] = given["block_size"] = None  # the drafter's own
+    given |= {key: value for key, value in (("train_only", train_only), ("seed", seed)) if value is not None}
+    if train_only and not config:
+        given["stages"] = [stage for stage in given["stages"] if stage["relay_rounds"]]
+    training = TrainingConfig.from_dict(given, str(config or f"preset {preset}"))
+
+    from hf_dflow.training import run
+
+    use_threads(threads)
+    report = run.train(
+        target,
+        data,
+        output,
+        training if updates is None else training.with_updates(updates),
+        start_from=start_from,
+        features=None if features in (None, "none") else Path(features or ""),
+        compute_live=features == "none",
+        revision=revision,
+        max_length=max_length,
+        held_out_share=held_out,
+    )
     typer.echo(report)
 
 

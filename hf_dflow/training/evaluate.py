@@ -1,14 +1,90 @@
-"""Tokens per step on stored greedy answers, from one draft of every position: no decoding, so no target time."""
+"""Tokens per step of a drafter in training: by decoding, and estimated from stored answers without decoding."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from hf_dflow.generation.configuration import DFlowGenerationConfig
 from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training.rounds import Anchors, Sequences, draft_round
 
 
+@dataclass
+class DecodingCounts:
+    """What greedy decoding with a drafter came to, over some prompts."""
+
+    prompts: int = 0
+    histogram: list[int] = field(default_factory=list)  # steps with 0, 1, … accepted drafts
+
+    @property
+    def steps(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean accepted length and the bonus; 1 without any step."""
+        accepted = sum(length * steps for length, steps in enumerate(self.histogram))
+        return 1.0 + accepted / max(1, self.steps)
+
+    @property
+    def first_draft_rate(self) -> float:
+        """Share of steps whose first draft was accepted."""
+        return sum(self.histogram[1:]) / max(1, self.steps)
+
+    def as_record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "first_draft_rate": round(self.first_draft_rate, 4),
+            "prompts": self.prompts,
+            "steps": self.steps,
+            "acceptance_histogram": self.histogram,
+        }
+
+
+def decode(
+    drafter: DFlowDrafter,
+    target: Any,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    use_relay: bool | None = None,
+) -> DecodingCounts:
+    """Continue each prompt with `generate(..., speculation_type="dflow")`, greedily, as serving does.
+
+    Args:
+        target: The frozen target, wrapped by PEFT or not.
+        prompts (`list[list[int]]`): Token ids of each prompt.
+        use_relay (`bool`, *optional*): Off and on compare the same weights; the drafter's default otherwise.
+    """
+    histogram = [0] * drafter.config.block_size
+    pad_id = target.generation_config.pad_token_id
+    config = DFlowGenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_relay=use_relay,
+        return_dict_in_generate=True,
+        pad_token_id=0 if pad_id is None else pad_id,
+    )
+    with _evaluating(drafter):
+        for prompt in prompts:
+            input_ids = torch.tensor([prompt], device=target.device)
+            output = target.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                assistant_model=drafter,
+                generation_config=config,
+            )
+            for accepted in output.statistics.per_step_accepted:
+                histogram[accepted] += 1
+    return DecodingCounts(len(prompts), histogram)
+
+
 @torch.no_grad()
-def tokens_per_step(drafter: DFlowDrafter, target, row, features: torch.Tensor) -> tuple[int, int, int]:
-    """Walk one greedy answer as decoding would, relay off.
+def tokens_per_step(drafter: DFlowDrafter, target: Any, row, features: torch.Tensor) -> tuple[int, int, int]:
+    """Walk one greedy answer as decoding would, relay off: one draft of every position and no target forward.
 
     Args:
         row (`TrainingRow`): An answer the target wrote greedily.
@@ -20,7 +96,8 @@ def tokens_per_step(drafter: DFlowDrafter, target, row, features: torch.Tensor) 
     length = len(row.token_ids)
     positions = torch.arange(row.prompt_length, length - 1)
     sequences = Sequences(torch.tensor([row.token_ids]), torch.tensor([length]), features[None])
-    result = draft_round(drafter, target, sequences, Anchors(torch.zeros_like(positions), positions))
+    with _evaluating(drafter):
+        result = draft_round(drafter, target, sequences, Anchors(torch.zeros_like(positions), positions))
     logits = drafter.compute_logits(result.hidden, target.get_output_embeddings())
     accepted = (logits.argmax(-1) == result.labels).long().cumprod(dim=1).sum(dim=1).tolist()
     at, steps, first_right = 0, 0, 0
@@ -29,3 +106,14 @@ def tokens_per_step(drafter: DFlowDrafter, target, row, features: torch.Tensor) 
         at += accepted[at] + 1
         steps += 1
     return at, steps, first_right
+
+
+@contextmanager
+def _evaluating(drafter: DFlowDrafter) -> Iterator[None]:
+    """Without dropout; afterwards as before."""
+    was_training = drafter.training
+    drafter.eval()
+    try:
+        yield
+    finally:
+        drafter.train(was_training)

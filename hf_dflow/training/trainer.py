@@ -1,273 +1,359 @@
-"""A plain trainer: one process, one device, exact resume. Mask-only updates first, then multi-round updates."""
+"""The training loop: updates over one process or several, exact resume, and nothing non-finite into the weights."""
 
+import hashlib
 import json
 import math
+import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch.nn.utils.rnn import pad_sequence
+from accelerate import Accelerator
 
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DFlowError
 from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.training import checkpoint
+from hf_dflow.training.batch import RowOrder, lay_out
+from hf_dflow.training.config import Stage, TrainingConfig
 from hf_dflow.training.data import TrainingRow
-from hf_dflow.training.features import FeatureStore
-from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, slot_targets
-from hf_dflow.training.rounds import Anchors, Sequences, draft_round, next_round
+from hf_dflow.training.evaluate import DecodingCounts, decode
+from hf_dflow.training.head import head_owner
+from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, head_rows, slot_targets
+from hf_dflow.training.packing import Anchors, Sequences
+from hf_dflow.training.rounds import draft_round, next_round
+from hf_dflow.training.run_log import RunLog
+from hf_dflow.training.start import continued_drafter, drafter_config, initialise_from_target, new_drafter, resolve
+from hf_dflow.training.target import describe_target
+
+ADVICE = "use another output folder, or --from that checkpoint to start a new run with its weights"
 
 
 @dataclass
-class Stage:
-    """A stretch of updates with its own schedule."""
+class Update:
+    """What one update came to.
 
-    updates: int
-    relay_rounds: int = 0  # reject-conditioned rounds after the mask round
-    rows_per_update: int = 8
-    anchors_per_row: int = 16
-    learning_rate: float = 1e-3
-    warmup_share: float = 0.04
+    Args:
+        losses (`list[float]`): Of each round, mean over processes and accumulated forwards.
+        gradient_norm (`float`): Before clipping.
+        skipped (`str`, *optional*): Why nothing was changed.
+    """
 
-
-@dataclass
-class TrainingConfig:
-    """All that a run depends on beside data and target."""
-
-    num_hidden_layers: int = 2
-    block_size: int = 8
-    mask_token_id: int = 0
-    target_layer_ids: list[int] = field(default_factory=list)
-    stages: list[Stage] = field(default_factory=list)
-    loss_decay: float = 4.0
-    distillation: float = 0.0  # share of the target's distribution in what a slot is trained towards
-    teacher_top_k: int = 32  # tokens kept of it
-    use_relay: bool = True  # False: an ablation, rounds without verifier states
-    precision: str = "float32"  # or "bfloat16": the drafter's arithmetic; its weights stay float32
-    feature_dtype: str = "float32"
-    initialise_from_target: bool = True
-    other_candidates: int = 2048
-    feature_noise: float = 0.0  # relative; a drafter that sees the same few rows often learns them by heart
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    seed: int = 0
-    save_every: int = 100
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> "TrainingConfig":
-        record = json.loads(Path(path).read_text())
-        record["stages"] = [Stage(**stage) for stage in record.get("stages", [])]
-        return cls(**record)
-
-
-def drafter_config(target, training: TrainingConfig, target_name: str | None = None) -> DFlowDrafterConfig:
-    """A drafter of the target's width and attention shape."""
-    config = target.config.get_text_config()
-    return DFlowDrafterConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=training.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-        layer_types=["full_attention"] * training.num_hidden_layers,
-        block_size=training.block_size,
-        mask_token_id=training.mask_token_id,
-        target_layer_ids=training.target_layer_ids,
-        num_target_layers=config.num_hidden_layers,
-        target_name=target_name,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id,
-    )
-
-
-@torch.no_grad()
-def initialise_from_target(drafter: DFlowDrafter, target) -> None:
-    """Start the draft layers as the target's last ones and the context projection as its last tap."""
-    for ours, theirs in zip(drafter.layers, target.model.layers[-len(drafter.layers) :], strict=True):
-        ours.load_state_dict(theirs.state_dict(), strict=False)  # a target without q/k-norm leaves ours at one
-    drafter.norm.load_state_dict(target.model.norm.state_dict())
-    drafter.fc.weight.mul_(0.1)
-    width = drafter.config.hidden_size
-    drafter.fc.weight[:, -width:] += torch.eye(width)
+    losses: list[float]
+    gradient_norm: float
+    skipped: str | None = None
 
 
 class Trainer:
-    """Trains one drafter.
+    """Trains one drafter. Several processes (`accelerate launch`) take different rows and keep equal weights.
 
     Args:
-        training (`TrainingConfig`): The run.
-        target (`PreTrainedModel`): Frozen target.
+        training (`TrainingConfig`): The run; what it leaves open is filled in and stands in `self.training`.
+        target (`PreTrainedModel`): Frozen target, on this process's device; wrapped by PEFT or not.
         rows (`list[TrainingRow]`): Training rows.
-        store (`FeatureStore`): Their features, filled.
-        output (`Path`): Folder for checkpoints, `log.jsonl` and the trained drafter.
+        store (`FeatureStore`): Their features, filled, or computed on demand.
+        output (`Path`): Folder for checkpoints, `log.jsonl` and TensorBoard files; all processes see the same one.
         drafter (`DFlowDrafter`, *optional*): Whose weights to start from; a new one otherwise.
+        prompts (`list[list[int]]`, *optional*): Held-out prompts to decode while training.
+        target_name (`str`, *optional*): Recorded in the drafter's configuration.
+
+    Raises:
+        DFlowError: Before any update: nothing is supervised, or the drafter contradicts the configuration.
     """
 
     def __init__(
         self,
         training: TrainingConfig,
-        target,
+        target: Any,
         rows: list[TrainingRow],
-        store: FeatureStore,
+        store: Any,
         output: Path,
         drafter: DFlowDrafter | None = None,
+        *,
+        prompts: list[list[int]] | None = None,
+        target_name: str | None = None,
     ):
-        self.training, self.target, self.rows, self.store, self.output = training, target, rows, store, output
-        target.requires_grad_(False)
-        torch.manual_seed(training.seed)
+        data_ids = supervised_ids(rows)
+        self.accelerator = Accelerator()
+        _check_launch(self.accelerator, training)
+        self.training = resolve(training, target, data_ids, drafter)
+        self.target, self.rows, self.store, self.output = target.requires_grad_(False), rows, store, output
+        self.prompts = (prompts or [])[: self.training.evaluate_prompts]
         if drafter is None:
-            drafter = DFlowDrafter(drafter_config(target, training))
-            if training.initialise_from_target:
-                initialise_from_target(drafter, target)
-        self.drafter = drafter.float().train()
-        self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=0.0, weight_decay=training.weight_decay)
-        self.generator = torch.Generator().manual_seed(training.seed)
-        data_ids = torch.tensor(sorted({i for row in rows for i in row.token_ids[row.prompt_length :]}))
-        self.candidates = CandidateVocabulary(data_ids, target.config.vocab_size, training.other_candidates)
-        self.update = 0
-        self.skipped = 0
-        output.mkdir(parents=True, exist_ok=True)
+            drafter = new_drafter(target, self.training, target_name)
+        else:
+            drafter = continued_drafter(drafter, self.training)
+        self.drafter = drafter.to(target.device).train()
+        if self.training.train_only == "relay":
+            self.drafter.requires_grad_(False)
+            self.drafter.relay.requires_grad_(True)
+        self.parameters = [one for one in self.drafter.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=self.training.weight_decay)
+        # Anchors, noise and candidates; processes draw different ones.
+        self.generator = torch.Generator().manual_seed(self.training.seed + 1_000_003 * self.accelerator.process_index)
+        self.order = RowOrder(len(rows), self.training.seed)
+        vocab_size = target.get_input_embeddings().weight.shape[0]
+        known = data_ids[data_ids < self.drafter.config.vocab_size]
+        self.candidates = CandidateVocabulary(known, vocab_size, self.training.other_candidates)
+        self.head_owner = head_owner(self.drafter, target)
+        self.update = self.rows_drawn = self.skipped = self.skipped_in_row = 0
+        self.log = RunLog(output, self.training.updates, is_main=self.accelerator.is_main_process)
 
     # -- one update
 
     def draw(self, stage: Stage) -> tuple[Sequences, Anchors]:
-        """Random rows, and random anchors within their answers."""
-        chosen = torch.randint(len(self.rows), (stage.rows_per_update,), generator=self.generator).tolist()
-        rows = [self.rows[i] for i in chosen]
-        longest = max(len(row.token_ids) for row in rows)
-        token_ids = torch.zeros(len(rows), longest, dtype=torch.long)
-        features = torch.zeros(len(rows), longest, self.store.width)
-        anchor_rows, positions, teachers = [], [], []
-        for i, (index, row) in enumerate(zip(chosen, rows, strict=True)):
-            token_ids[i, : len(row.token_ids)] = torch.tensor(row.token_ids)
-            features[i, : len(row.token_ids)] = self.store[index]
-            if self.training.distillation:
-                teachers.append(self.store.teacher(index))
-            drawn = torch.randint(row.answer_length - 1, (stage.anchors_per_row,), generator=self.generator)
-            positions.append(row.prompt_length + drawn)
-            anchor_rows.append(torch.full_like(drawn, i))
+        """This process's share of the next rows, and random anchors within their answers."""
+        processes = self.accelerator.num_processes
+        chosen = self.order.share(self.rows_drawn, stage.rows_per_update, self.accelerator.process_index, processes)
+        self.rows_drawn += stage.rows_per_update * processes
+        features = [self.store[i] for i in chosen]
         if self.training.feature_noise:
-            noise = torch.randn(features.shape, generator=self.generator)
-            features = features * (1 + self.training.feature_noise * noise)
-        lengths = torch.tensor([len(row.token_ids) for row in rows])
-        sequences = Sequences(token_ids, lengths, features)
-        if teachers:
-            sequences.teacher_ids = pad_sequence([one.ids for one in teachers], batch_first=True)
-            sequences.teacher_probs = pad_sequence([one.probs for one in teachers], batch_first=True)
-        return sequences, Anchors(torch.cat(anchor_rows), torch.cat(positions))
+            features = [
+                one * (1 + self.training.feature_noise * torch.randn(one.shape, generator=self.generator).to(one))
+                for one in features
+            ]
+        return lay_out(
+            [self.rows[i] for i in chosen],
+            features,
+            [self.store.teacher(i) for i in chosen] if self.training.distillation else [],
+            anchors_per_row=stage.anchors_per_row,
+            pack=self.training.pack_rows,
+            generator=self.generator,
+            device=self.target.device,
+        )
 
-    def step(self, stage: Stage, learning_rate: float) -> list[float]:
-        """One update; returns the loss of each round. A non-finite loss or gradient skips the update and is counted."""
-        sequences, anchors = self.draw(stage)
-        candidate_ids = self.candidates.sample(self.generator)
-        head_weight = self.target.get_output_embeddings().weight[candidate_ids]
-        relayed, losses = None, []
+    def step(self, stage: Stage, learning_rate: float) -> Update:
+        """One update, or none where its loss or gradient is not finite or nothing was supervised in any process."""
         self.optimizer.zero_grad(set_to_none=True)
+        totals = torch.zeros(2 + stage.relay_rounds, device=self.target.device)  # loss of each round; anchors
+        for _ in range(self.training.gradient_accumulation):
+            sequences, anchors = self.draw(stage)
+            if len(anchors.row):
+                by_round = self._add_gradients(stage, sequences, anchors)
+                totals += torch.stack([*by_round, totals.new_tensor(len(anchors.row))])
+        self._average_over_processes(totals)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm)
+        *sums, num_anchors, gradient_norm = torch.cat([totals, norm.float()[None].to(totals.device)]).tolist()
+        losses = [loss / self.training.gradient_accumulation for loss in sums]
+        reason = None
+        if num_anchors == 0:
+            reason = "no row of the update holds a supervised token behind another"
+        elif not math.isfinite(sum(losses)):
+            reason = "the loss is not finite"
+        elif not math.isfinite(gradient_norm):
+            reason = "the gradient is not finite"
+        if reason is None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        return Update(losses, gradient_norm, reason)
+
+    def _add_gradients(self, stage: Stage, sequences: Sequences, anchors: Anchors) -> list[torch.Tensor]:
+        """Gradients of all rounds on some rows, added to what is there; returns the loss of each round."""
+        head = head_rows(self.drafter, self.head_owner, self.candidates.sample(self.generator))
+        relayed, losses = None, []
+        decay: Any = self.training.loss_decay  # resolved
         for round_index in range(1 + stage.relay_rounds):
-            with torch.autocast(self.drafter.device.type, torch.bfloat16, self.training.precision == "bfloat16"):
+            with torch.autocast(self.target.device.type, torch.bfloat16, self.training.precision == "bfloat16"):
                 result = draft_round(self.drafter, self.target, sequences, anchors, relayed)
                 targets = slot_targets(
                     result.labels, result.teacher_ids, result.teacher_probs, self.training.distillation
                 )
                 targets = self.candidates.relabel(targets)
                 loss = decayed_cross_entropy(
-                    result.hidden, targets, head_weight, self.training.loss_decay, self.drafter.shape_logits
+                    result.hidden, targets, head.weight, decay, self.drafter.shape_logits, head.bias
                 )
-            loss.backward()
-            losses.append(loss.item())
+            if loss.requires_grad:  # the mask round has no gradient where only the relay is trained
+                (loss / self.training.gradient_accumulation).backward()
+            losses.append(loss.detach())
             if round_index < stage.relay_rounds:
-                with torch.autocast(self.drafter.device.type, torch.bfloat16, self.training.precision == "bfloat16"):
-                    anchors, relayed = next_round(
-                        self.drafter, self.target, sequences, anchors, result, self.training.use_relay
-                    )
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.training.max_grad_norm)
-        if not math.isfinite(sum(losses)) or not torch.isfinite(norm):
-            self.skipped += 1
-            return losses
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+                anchors, relayed = next_round(
+                    self.drafter, self.target, sequences, anchors, result, self.training.use_relay
+                )
         return losses
+
+    def _average_over_processes(self, totals: torch.Tensor) -> None:
+        """Mean gradients and `totals`, in place. By hand: a round is several calls, none a wrapped `forward`."""
+        if self.accelerator.num_processes == 1:
+            return
+        totals.copy_(self.accelerator.reduce(totals, "mean"))
+        has_gradient = torch.tensor([float(one.grad is not None) for one in self.parameters], device=totals.device)
+        for parameter, held in zip(self.parameters, self.accelerator.reduce(has_gradient, "sum").tolist(), strict=True):
+            if held:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.accelerator.reduce(gradient, "mean")
 
     # -- the run
 
     def run(self) -> None:
-        """Train to the end of the last stage, saving as it goes."""
-        started = time.perf_counter()
-        done_before = self.update
-        for stage, first in self._stages_with_starts():
-            while self.update < first + stage.updates:
-                losses = self.step(stage, learning_rate(stage, self.update - first))
-                self.update += 1
-                if self.update % 10 == 0:
-                    seconds = (time.perf_counter() - started) / (self.update - done_before)
-                    self._log({"update": self.update, "losses": losses, "seconds_per_update": round(seconds, 3)})
-                if self.update % self.training.save_every == 0:
-                    self.save()
-        self.save()
-
-    def _stages_with_starts(self):
-        first = 0
-        for stage in self.training.stages:
-            yield stage, first
-            first += stage.updates
-
-    def _log(self, record: dict) -> None:
-        with open(self.output / "log.jsonl", "a", encoding="utf-8") as log:
-            log.write(json.dumps({**record, "skipped": self.skipped}) + "\n")
-
-    def save(self) -> None:
-        """Write a checkpoint under a temporary name, then rename: a kill in between leaves the last one whole."""
-        folder = self.output / f"checkpoint-{self.update}"
-        if folder.exists():  # the last update may have been saved in its turn
-            return
-        partial = self.output / "checkpoint-partial"
-        self.drafter.save_pretrained(partial)
-        tensors = {f"{name}.{key}": value for name, key, value in self._optimizer_tensors()}
-        tensors["generator"] = self.generator.get_state()
-        save_file(tensors, partial / "trainer.safetensors")
-        state = {"update": self.update, "skipped": self.skipped, "training": asdict(self.training)}
-        (partial / "trainer.json").write_text(json.dumps(state, indent=1))
-        partial.rename(folder)
-        for old in sorted(self.output.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)[:-2]:
-            for file in old.iterdir():
-                file.unlink()
-            old.rmdir()
-
-    def _optimizer_tensors(self):
-        for name, parameter in self.drafter.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                yield name, key, value
-
-    def resume(self) -> bool:
-        """Continue from the newest whole checkpoint; `False` if there is none.
+        """Train to the end of the last stage, saving as it goes.
 
         Raises:
-            DFlowError: It belongs to a run with another configuration.
+            DFlowError: `max_skips_in_row` updates in a row were skipped, or a weight is not finite.
         """
-        found = [path for path in self.output.glob("checkpoint-*") if path.name != "checkpoint-partial"]
+        with self.log:
+            self.log.start(self.update)
+            if self.update == 0:
+                self.evaluate()  # also shows that this target can be decoded with a drafter at all
+            first = 0
+            for stage in self.training.stages:
+                self._run_stage(stage, first)
+                first += stage.updates
+            self.save()
+
+    def _run_stage(self, stage: Stage, first: int) -> None:
+        """The updates of `stage`, which begins behind update `first`, that are still to do."""
+        training, recent, seconds = self.training, [], 0.0
+        while self.update < first + stage.updates:
+            started = time.perf_counter()
+            rate = learning_rate(stage, self.update - first)
+            update = self.step(stage, rate)
+            self.update += 1
+            self._count(update)
+            recent.append(update)
+            seconds += time.perf_counter() - started
+            if self.update % training.log_every == 0 or self.update == first + stage.updates:
+                self._record(recent, rate, seconds / len(recent))
+                recent, seconds = [], 0.0
+            if training.evaluate_every and self.update % training.evaluate_every == 0:
+                self.evaluate()
+            if self.update % training.save_every == 0:
+                self.save()
+
+    def evaluate(self) -> DecodingCounts | None:
+        """Decode the held-out prompts, shared among processes, and log it; `None` where that is off."""
+        if not self.prompts or not self.training.evaluate_every:
+            return None
+        mine = self.prompts[self.accelerator.process_index :: self.accelerator.num_processes]
+        counts = decode(self.drafter, self.target, mine, self.training.evaluate_tokens)
+        histogram = torch.tensor(counts.histogram, device=self.target.device)
+        counts = DecodingCounts(len(self.prompts), self.accelerator.reduce(histogram, "sum").tolist())
+        self.log.record(self.update, **counts.as_record())
+        return counts
+
+    def _count(self, update: Update) -> None:
+        if update.skipped is None:
+            self.skipped_in_row = 0
+            self.log.advance(self.update, sum(update.losses))
+            return
+        self.skipped += 1
+        self.skipped_in_row += 1
+        self.log.record(self.update, skipped_because=update.skipped, skipped=self.skipped)
+        if self.skipped_in_row >= self.training.max_skips_in_row:
+            raise DFlowError(
+                f"{self.skipped_in_row} updates in a row were skipped, the last because {update.skipped}. The weights "
+                f"are those before them, and {self.output} holds the last checkpoint. Check the data and features, "
+                "or lower the learning rate."
+            )
+
+    def _record(self, updates: list[Update], rate: float, seconds: float) -> None:
+        """Log the mean of those that were not skipped."""
+        updates = [one for one in updates if one.skipped is None]
+        if not updates:
+            return
+        losses = [sum(values) / len(updates) for values in zip(*(one.losses for one in updates), strict=True)]
+        self.log.record(
+            self.update,
+            losses=[round(loss, 5) for loss in losses],
+            gradient_norm=round(sum(one.gradient_norm for one in updates) / len(updates), 5),
+            learning_rate=rate,
+            seconds_per_update=round(seconds, 4),
+            skipped=self.skipped,
+        )
+
+    # -- checkpoints
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All that a resumed run must have in common with its checkpoint."""
+        rows = hashlib.sha256()
+        for row in self.rows:
+            rows.update(json.dumps([row.token_ids, row.spans]).encode())
+        return {
+            "configuration": self.training.to_dict(),
+            "drafter": checkpoint.shape_of(self.drafter),
+            "target": describe_target("", None, self.target)["weights"],
+            "data": rows.hexdigest(),
+            "number of processes": self.accelerator.num_processes,
+        }
+
+    def state(self) -> checkpoint.RunState:
+        """What this run is, and how far it has come."""
+        counters = {name: getattr(self, name) for name in ("update", "rows_drawn", "skipped", "skipped_in_row")}
+        return checkpoint.RunState(self.identity, counters)
+
+    def save(self) -> None:
+        """Write a checkpoint; the one before it stays until this one is whole."""
+        done = checkpoint.checkpoints(self.output)
+        if done and done[-1].name == f"{checkpoint.PREFIX}{self.update}":  # the last update may have been saved already
+            return
+        partial = self.output / checkpoint.PARTIAL
+        if self.accelerator.is_main_process:
+            checkpoint.begin(self.output)
+        self.accelerator.wait_for_everyone()
+        checkpoint.write_process_state(partial, self.accelerator.process_index, self._generators())
+        if self.accelerator.is_main_process:
+            checkpoint.write_shared_state(partial, self.drafter, self.optimizer, self.state())
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            checkpoint.finish(partial, self.update, self.training.keep_checkpoints)
+        self.accelerator.wait_for_everyone()
+
+    def resume(self) -> bool:
+        """Go on from the newest whole checkpoint in the output folder; `False` if there is none.
+
+        Raises:
+            DFlowError: It belongs to a run with another configuration, drafter, target, data or number of processes.
+        """
+        found = checkpoint.checkpoints(self.output)
         if not found:
             return False
-        folder = max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
-        state = json.loads((folder / "trainer.json").read_text())
-        if state["training"] != asdict(self.training):
-            raise DFlowError(f"{folder} was trained with another configuration; use another output folder")
-        self.update, self.skipped = state["update"], state["skipped"]
-        self.drafter.load_state_dict(load_file(folder / "model.safetensors"))
-        tensors = load_file(folder / "trainer.safetensors")
-        self.generator.set_state(tensors["generator"])
-        for name, parameter in self.drafter.named_parameters():
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors]
-            if keys:
-                self.optimizer.state[parameter] = {key: tensors[f"{name}.{key}"] for key in keys}
+        state = checkpoint.read_state(found[-1], self.state(), ADVICE)
+        for name, value in state.counters.items():
+            setattr(self, name, value)
+        checkpoint.load_training_state(found[-1], self.drafter, self.optimizer)
+        generators = checkpoint.read_process_state(found[-1], self.accelerator.process_index)
+        self.generator.set_state(generators["draws"])
+        torch.set_rng_state(generators["torch"])
+        if "cuda" in generators:
+            torch.cuda.set_rng_state(generators["cuda"], self.target.device)
         return True
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        states = {"draws": self.generator.get_state(), "torch": torch.get_rng_state()}
+        if self.target.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.target.device)
+        return states
+
+
+def supervised_ids(rows: list[TrainingRow]) -> torch.Tensor:
+    """Distinct supervised tokens `[K]` of the rows, in order.
+
+    Raises:
+        DFlowError: There is none that follows another, so that nothing can be learned.
+    """
+    if not any(row.anchor_positions() for row in rows):
+        raise DFlowError(f"none of the {len(rows)} rows holds a supervised token behind another: nothing to train on")
+    ids = {token_id for row in rows for start, end in row.spans for token_id in row.token_ids[start:end]}
+    return torch.tensor(sorted(ids))
+
+
+def _check_launch(accelerator: Accelerator, training: TrainingConfig) -> None:
+    """The configuration describes the run; a launcher's flags must not say otherwise."""
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU"):
+        raise DFlowError(
+            f"accelerate was launched for {kind}; each process holds the whole small drafter, so launch it for plain "
+            "data-parallel processes (--multi_gpu), without DeepSpeed, FSDP or Megatron"
+        )
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked != "no" and asked != {"bfloat16": "bf16"}.get(training.precision):
+        raise DFlowError(
+            f'accelerate was launched with mixed precision {asked}, the configuration says "precision": '
+            f'"{training.precision}" (allowed: float32, bfloat16); make them agree'
+        )
 
 
 def learning_rate(stage: Stage, update: int) -> float:
@@ -277,3 +363,15 @@ def learning_rate(stage: Stage, update: int) -> float:
         return stage.learning_rate * (update + 1) / warmup
     progress = (update - warmup) / max(1, stage.updates - warmup)
     return stage.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+__all__ = [
+    "Stage",
+    "Trainer",
+    "TrainingConfig",
+    "Update",
+    "drafter_config",
+    "initialise_from_target",
+    "learning_rate",
+    "supervised_ids",
+]

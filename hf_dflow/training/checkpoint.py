@@ -1,0 +1,197 @@
+"""Checkpoints: folders that `DFlowDrafter.from_pretrained` loads, and beside the drafter all that a run needs to go on.
+
+What only training reads lies in `training/` within the folder, as safetensors and JSON; loading a drafter never looks
+there. A folder gets its name when it is whole, so a kill at any moment leaves the last whole one.
+"""
+
+import json
+import os
+import shutil
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from hf_dflow.errors import DFlowError
+from hf_dflow.modeling_dflow import DFlowDrafter
+
+PREFIX, PARTIAL = "checkpoint-", "checkpoint-partial"
+STATE = Path("training") / "state.json"
+OPTIMIZER = Path("training") / "optimizer.safetensors"
+# Of a drafter's configuration, what may differ between two runs of one training.
+NOT_SHAPE = ("transformers_version", "dtype", "_name_or_path", "architectures", "generation_defaults")
+
+
+@dataclass
+class RunState:
+    """What a run must agree on with its checkpoint, and how far it has come.
+
+    Args:
+        identity (`dict`): Name to JSON value; all of it must be the same to resume.
+        counters (`dict`): Name to whole number.
+    """
+
+    identity: dict[str, Any]
+    counters: dict[str, int]
+
+
+def shape_of(drafter: DFlowDrafter) -> dict[str, Any]:
+    """The configuration of a drafter as far as a resumed run must have the same."""
+    return {key: value for key, value in drafter.config.to_dict().items() if key not in NOT_SHAPE}
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """Whole checkpoints in `output`, oldest first."""
+    found = [path for path in output.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def begin(output: Path) -> Path:
+    """An empty folder to write the next checkpoint to."""
+    partial = output / PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / STATE).parent.mkdir(parents=True)
+    return partial
+
+
+def write_process_state(partial: Path, process: int, generators: dict[str, torch.Tensor]) -> None:
+    """Random states of one process; each writes its own."""
+    save_file(generators, _process_file(partial, process))
+
+
+def write_shared_state(partial: Path, drafter: DFlowDrafter, optimizer: torch.optim.Optimizer, state: RunState) -> None:
+    """Drafter, optimiser and counters, which are the same in all processes.
+
+    Raises:
+        DFlowError: A weight is not finite; nothing takes the place of the last good checkpoint.
+    """
+    check_finite(drafter)
+    _save_quietly(drafter, partial)
+    tensors = {
+        f"{name}/{key}": value.contiguous()
+        for name, parameter in drafter.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    save_file(tensors, partial / OPTIMIZER)
+    (partial / STATE).write_text(json.dumps({"identity": state.identity, "counters": state.counters}, indent=1))
+
+
+def finish(partial: Path, update: int, keep: int) -> Path:
+    """Give the checkpoint its name, then let go of all but the newest `keep`."""
+    for path in sorted(partial.rglob("*")):
+        _flush(path)
+    folder = partial.with_name(f"{PREFIX}{update}")
+    _replace(partial, folder)
+    for old in checkpoints(folder.parent)[:-keep]:
+        old.rename(partial)  # a folder that is being deleted must not look whole
+        shutil.rmtree(partial)
+    return folder
+
+
+def read_state(folder: Path, expected: RunState, advice: str) -> RunState:
+    """The state in `folder`, checked against the run that wants to go on from it.
+
+    Raises:
+        DFlowError: Something in its identity differs; the message names what it was and what it is now.
+    """
+    try:
+        record = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        found = RunState(record["identity"], record["counters"])
+    except (OSError, ValueError, KeyError) as error:
+        raise DFlowError(f"{folder} cannot be resumed: {STATE} is missing or damaged ({error}); {advice}") from error
+    was, now = json.loads(json.dumps(found.identity)), json.loads(json.dumps(expected.identity))
+    for part in now:
+        if was.get(part) != now[part]:
+            raise DFlowError(
+                f"{folder} belongs to another run: {_difference(part, was.get(part), now[part])}; {advice}"
+            )
+    return found
+
+
+def load_training_state(folder: Path, drafter: DFlowDrafter, optimizer: torch.optim.Optimizer) -> None:
+    """Put weights and optimiser state back where they were."""
+    drafter.load_state_dict(load_file(folder / "model.safetensors"))
+    optimizer.state.clear()
+    parameters = dict(drafter.named_parameters())
+    for name_and_key, value in load_file(folder / OPTIMIZER).items():
+        name, key = name_and_key.rsplit("/", 1)
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = value if value.ndim == 0 else value.to(parameter.device)
+
+
+def read_process_state(folder: Path, process: int) -> dict[str, torch.Tensor]:
+    """What [`write_process_state`] wrote."""
+    return load_file(_process_file(folder, process))
+
+
+def export(drafter: DFlowDrafter, folder: Path, dtype: torch.dtype, records: dict[str, Any]) -> None:
+    """Save a finished drafter for serving, and each of `records` beside it as `NAME.json`.
+
+    Args:
+        dtype (`torch.dtype`): Of the file; the drafter itself keeps its own.
+    """
+    check_finite(drafter)
+    partial = folder.with_name(f"{folder.name}-partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    copied: Any = deepcopy(drafter)
+    _save_quietly(copied.to(dtype), partial)
+    for name, record in records.items():
+        (partial / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    _replace(partial, folder)
+
+
+def check_finite(drafter: DFlowDrafter) -> None:
+    """Raise [`DFlowError`] naming the first weight that is not finite."""
+    for name, parameter in drafter.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise DFlowError(
+                f"{name} is not finite, so nothing was saved; go on from the last checkpoint with a lower learning rate"
+            )
+
+
+def _save_quietly(drafter: DFlowDrafter, folder: Path) -> None:
+    """Without transformers' own bar for a single file, which would break the run's."""
+    was_shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        drafter.save_pretrained(folder)
+    finally:
+        if was_shown:
+            enable_progress_bar()
+
+
+def _difference(part: str, was: Any, now: Any) -> str:
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+        return ", ".join(f"{part} {key!r} was {was.get(key)!r} and is {now.get(key)!r}" for key in keys)
+    return f"{part} was {was!r} and is {now!r}"
+
+
+def _replace(partial: Path, folder: Path) -> None:
+    """Rename; a folder that already has the name goes first, and stays under another name until it is replaced."""
+    replaced = folder.with_name(f"{folder.name}-replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Onto the disk, or a loss of power after the rename could leave a named folder with empty files."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _process_file(folder: Path, process: int) -> Path:
+    return folder / "training" / f"process-{process:05d}.safetensors"

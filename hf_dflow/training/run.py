@@ -1,0 +1,207 @@
+"""From data files to a drafter's folder: what `hf-dflow train` does."""
+
+import hashlib
+import platform
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from accelerate import Accelerator, InitProcessGroupKwargs
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_dflow._version import __version__
+from hf_dflow.errors import DFlowError
+from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.training import checkpoint
+from hf_dflow.training.config import TrainingConfig
+from hf_dflow.training.data import DataFile, TrainingRow, read_data, split_rows
+from hf_dflow.training.evaluate import DecodingCounts, decode
+from hf_dflow.training.features import FeatureStore
+from hf_dflow.training.live import LiveFeatures
+from hf_dflow.training.start import resolve
+from hf_dflow.training.target import describe_target
+from hf_dflow.training.trainer import Trainer, supervised_ids
+
+FILLING_TIMEOUT = timedelta(days=2)  # other processes wait while the first fills the feature cache
+
+
+@dataclass
+class TrainingReport:
+    """What a run came to.
+
+    Args:
+        folder (`Path`): The finished drafter, for `from_pretrained`.
+        updates, skipped (`int`): Done, and of these without effect.
+        relay_on, relay_off (`DecodingCounts`, *optional*): Held-out prompts decoded with the finished drafter.
+    """
+
+    folder: Path
+    updates: int
+    skipped: int
+    relay_on: DecodingCounts | None
+    relay_off: DecodingCounts | None
+
+    def __str__(self) -> str:
+        lines = [f"{self.updates} updates ({self.skipped} skipped); the drafter is in {self.folder}"]
+        for name, counts in (("relay on", self.relay_on), ("relay off", self.relay_off)):
+            if counts is not None:
+                lines.append(
+                    f"{counts.prompts} held-out prompts, greedy, {name}: {counts.tokens_per_step:.2f} tokens per step, "
+                    f"first draft accepted in {counts.first_draft_rate:.0%} of {counts.steps} steps"
+                )
+        return "\n".join(lines)
+
+
+def train(
+    target_name: str,
+    data: list[Path],
+    output: Path,
+    training: TrainingConfig,
+    *,
+    start_from: str | None = None,
+    features: Path | None = None,
+    compute_live: bool = False,
+    revision: str | None = None,
+    max_length: int = 1024,
+    held_out_share: float = 0.06,
+) -> TrainingReport:
+    """Train a drafter; resumes by itself where `output` holds checkpoints of the same run.
+
+    Args:
+        target_name (`str`): Folder or Hub name of a causal language model, or of a PEFT adapter for one.
+        data (`list[Path]`): Files of rows, as `hf-dflow data` writes them.
+        output (`Path`): For checkpoints, log, and the finished drafter in `drafter/`.
+        start_from (`str`, *optional*): Folder or Hub name of a drafter to continue from, DFlash or DFlow.
+        features (`Path`, *optional*): Folder for cached target states; `output / "features"` by default.
+        compute_live (`bool`, *optional*, defaults to `False`): Cache nothing, and compute them at each update.
+        max_length (`int`, *optional*, defaults to 1024): Longer rows are left out.
+        held_out_share (`float`, *optional*, defaults to 0.06): Of the prompts, by their hash; never trained on.
+
+    Raises:
+        DFlowError: In words, before the first update wherever the reason can be known then.
+    """
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=FILLING_TIMEOUT)])
+    training.check()
+    files = [read_data(path, max_length=max_length) for path in data]
+    for path, file in zip(data, files, strict=True):
+        accelerator.print(f"{path.name}: {file}")
+    rows, held_out = split_rows([row for file in files for row in file.rows], held_out_share)
+    if not rows:
+        raise DFlowError(f"all {len(held_out)} rows are held out: their prompts are one and the same text; name them")
+    drafter = DFlowDrafter.from_pretrained(start_from) if start_from else None
+    target = load_frozen_target(target_name, training.target_dtype, revision, accelerator.device)
+    training = resolve(training, target, supervised_ids(rows), drafter, _special_ids(target_name, revision))
+    arguments: Any = (rows, target, training.target_layer_ids)
+    options: Any = {
+        "dtype": training.feature_dtype,
+        "teacher_top_k": training.teacher_top_k if training.distillation else 0,
+    }
+    if compute_live:
+        store: FeatureStore = LiveFeatures(*arguments, **options)
+    else:
+        with accelerator.main_process_first():
+            store = FeatureStore((features or output / "features"), *arguments, **options)
+            store.fill(lambda done, total: accelerator.print(f"target states of {done} of {total} rows"))
+    shown_name = target_name if not Path(target_name).exists() else Path(target_name).resolve().name
+    trainer = Trainer(
+        training,
+        target,
+        rows,
+        store,
+        output,
+        drafter,
+        prompts=held_out_prompts(held_out),
+        target_name=shown_name,
+    )
+    for path, file in zip(data, files, strict=True):
+        written_by = (file.header or {}).get("target", {}).get("weights")
+        if written_by not in (None, trainer.identity["target"]):
+            accelerator.print(
+                f"{path.name} was answered by another target than this, or by this one in another dtype; a drafter "
+                "learns its own target best"
+            )
+    parameters = sum(one.numel() for one in trainer.parameters)
+    accelerator.print(f"{len(rows)} rows to train on, {len(held_out)} held out; {parameters:,} parameters trained")
+    if trainer.resume():
+        accelerator.print(f"resumed behind update {trainer.update} of {training.updates}")
+    trainer.run()
+    report = TrainingReport(output / "drafter", trainer.update, trainer.skipped, None, None)
+    if accelerator.is_main_process:
+        if trainer.prompts:
+            limits = trainer.prompts, training.evaluate_tokens
+            report.relay_off = decode(trainer.drafter, target, *limits, use_relay=False)
+            if trainer.drafter.relay is not None:
+                report.relay_on = decode(trainer.drafter, target, *limits, use_relay=True)
+        records = {
+            "training": training.to_dict(),
+            "provenance": _provenance(shown_name, revision, target, data, files, start_from, len(rows), len(held_out)),
+            "evaluation": {
+                "updates": report.updates,
+                "skipped": report.skipped,
+                "max_new_tokens": training.evaluate_tokens,
+                "relay_on": report.relay_on and report.relay_on.as_record(),
+                "relay_off": report.relay_off and report.relay_off.as_record(),
+            },
+        }
+        checkpoint.export(trainer.drafter, report.folder, getattr(torch, training.save_dtype), records)
+    accelerator.wait_for_everyone()
+    return report
+
+
+def load_frozen_target(name: str, dtype: str, revision: str | None, device: torch.device) -> Any:
+    """The target on `device`; transformers itself puts an adapter onto its base model where `name` holds one."""
+    target: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), revision=revision)
+    return target.to(device).eval().requires_grad_(False)
+
+
+def held_out_prompts(held_out: list[TrainingRow]) -> list[list[int]]:
+    """Prompts to decode, the ones that the target answered greedily first: their answers are what greedy gives."""
+    ordered = sorted(held_out, key=lambda row: row.temperature != 0.0)
+    return [row.token_ids[: row.prompt_length] for row in ordered if row.prompt_length]
+
+
+def _special_ids(name: str, revision: str | None) -> list[int]:
+    """The tokenizer's special tokens, among which an unused one makes the best mask; none without a tokenizer."""
+    try:
+        return list(AutoTokenizer.from_pretrained(name, revision=revision).all_special_ids)
+    except (OSError, ValueError):
+        return []
+
+
+def _provenance(
+    target_name: str,
+    revision: str | None,
+    target: Any,
+    data: list[Path],
+    files: list[DataFile],
+    start_from: str | None,
+    trained_rows: int,
+    held_out_rows: int,
+) -> dict[str, Any]:
+    return {
+        "target": describe_target(target_name, revision, target),
+        "started_from": start_from and (Path(start_from).name if Path(start_from).exists() else start_from),
+        "data": [
+            {
+                "file": path.name,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "rows": len(file.rows),
+                "supervised_tokens": sum(row.supervised_tokens for row in file.rows),
+                "header": file.header,
+            }
+            for path, file in zip(data, files, strict=True)
+        ],
+        "rows_trained_on": trained_rows,
+        "rows_held_out": held_out_rows,
+        "software": {
+            "hf_dflow": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+            "python": platform.python_version(),
+        },
+    }

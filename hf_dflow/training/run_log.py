@@ -1,0 +1,104 @@
+"""What a run says while it goes: `log.jsonl`, TensorBoard where it is installed, and a progress bar."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class RunLog:
+    """Records of one run; a context manager. Other processes than the first say nothing.
+
+    Args:
+        folder (`Path`): Holds `log.jsonl` and `tensorboard/`.
+        updates (`int`): Of the whole run.
+        is_main (`bool`): Whether this process speaks.
+        console (`Console`, *optional*): Where to.
+    """
+
+    def __init__(self, folder: Path, updates: int, is_main: bool, console: Console | None = None):
+        self.folder, self.path, self.is_main = folder, folder / "log.jsonl", is_main
+        self.console = console or Console()
+        self.writer: Any = None
+        self.bar = Progress(
+            TextColumn("updates"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("tokens per step {task.fields[tokens]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not (is_main and self.console.is_terminal),
+        )
+        self.task = self.bar.add_task("", total=updates, loss="-", tokens="-")
+
+    def __enter__(self) -> "RunLog":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.bar.stop()
+        if self.writer is not None:
+            self.writer.close()
+
+    def start(self, update: int) -> None:
+        """Begin behind `update`; records past it, which a killed run had written, are taken out."""
+        self.bar.update(self.task, completed=update)
+        if not self.is_main:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._forget_after(update)
+        if find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=update + 1)
+
+    def advance(self, update: int, loss: float) -> None:
+        """Move the bar."""
+        self.bar.update(self.task, completed=update, loss=f"{loss:.3f}")
+
+    def record(self, update: int, **values: Any) -> None:
+        """Write one line, and its numbers to TensorBoard; lists go there as `name/0`, `name/1`, …"""
+        if not self.is_main:
+            return
+        with open(self.path, "a", encoding="utf-8") as log:
+            log.write(json.dumps({"update": update, **values}) + "\n")
+        if "tokens_per_step" in values:
+            self.bar.update(self.task, tokens=f"{values['tokens_per_step']:.2f}")
+        if not self.console.is_terminal:
+            self.say(f"update {update}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()))
+        for key, value in values.items() if self.writer is not None else ():
+            numbers = {f"{key}/{i}": one for i, one in enumerate(value)} if isinstance(value, list) else {key: value}
+            for name, number in numbers.items():
+                if isinstance(number, int | float):
+                    self.writer.add_scalar(name, number, update)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar."""
+        if self.is_main:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _forget_after(self, last: int) -> None:
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                update = json.loads(line)["update"]
+            except ValueError:  # a kill in the middle of a line
+                continue
+            if update <= last:
+                kept.append(line + "\n")
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(self.path)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_short, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,218 @@
+"""The drafter that a run starts from: a new one in the target's shape, or another drafter's weights."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hf_dflow.configuration_dflow import DFlowDrafterConfig
+from hf_dflow.errors import DFlowError
+from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.training.config import DECAY_OF_BLOCK, EVALUATIONS_PER_RUN, TrainingConfig, TrainingConfigError
+
+DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_TAPS = 2, 8, 5
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Rotary settings of a target's attention shape or modalities that a plain drafter does not have.
+FOREIGN_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+OWN_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")  # a target without them leaves ours at one
+
+
+def resolve(
+    training: TrainingConfig,
+    target: Any,
+    data_ids: torch.Tensor,
+    drafter: DFlowDrafter | None = None,
+    special_ids: list[int] | None = None,
+) -> TrainingConfig:
+    """Fill in what `training` leaves open, from the drafter to continue or else from the target. Idempotent.
+
+    Args:
+        data_ids (`torch.LongTensor` of shape `(K,)`): Distinct tokens of the training data.
+        drafter (`DFlowDrafter`, *optional*): What the run continues from.
+        special_ids (`list[int]`, *optional*): The tokenizer's special tokens; one that the data lacks is the mask.
+
+    Raises:
+        TrainingConfigError: `training` contradicts the drafter to continue.
+    """
+    if drafter is not None:
+        ours = drafter.config
+        for key in ("num_hidden_layers", "mask_token_id", "target_layer_ids"):
+            wanted, has = getattr(training, key), getattr(ours, key)
+            if wanted is not None and wanted != has:
+                raise TrainingConfigError(
+                    f'"{key}" is {wanted!r}, the drafter to continue has {has!r}; leave the key out, or start anew'
+                )
+        filled: dict[str, Any] = {key: getattr(ours, key) for key in ("num_hidden_layers", "mask_token_id")}
+        filled |= {"target_layer_ids": list(ours.target_layer_ids), "initialise_from_target": False}
+        if training.block_size is not None and training.block_size > ours.block_size:
+            warnings.warn(
+                f"blocks of {training.block_size} are longer than the {ours.block_size} that the drafter was trained "
+                "with; its later slots start untrained",
+                stacklevel=2,
+            )
+        filled["block_size"] = training.block_size or ours.block_size
+    else:
+        layers = target.config.get_text_config().num_hidden_layers
+        filled = {
+            "num_hidden_layers": training.num_hidden_layers or DEFAULT_LAYERS,
+            "block_size": training.block_size or DEFAULT_BLOCK,
+            "target_layer_ids": training.target_layer_ids or spread_layers(layers),
+            "mask_token_id": training.mask_token_id,
+            "initialise_from_target": training.initialise_from_target,
+        }
+        if filled["mask_token_id"] is None:
+            filled["mask_token_id"] = unused_token(target, data_ids, special_ids or [])
+        if filled["initialise_from_target"] is None:
+            filled["initialise_from_target"] = _why_not_copied(target, filled["num_hidden_layers"]) is None
+    if training.loss_decay is None:
+        nearest = min(DECAY_OF_BLOCK, key=lambda block: abs(block - filled["block_size"]))
+        filled["loss_decay"] = DECAY_OF_BLOCK[nearest]
+    if training.evaluate_every is None:
+        filled["evaluate_every"] = max(1, training.updates // EVALUATIONS_PER_RUN)
+    resolved = replace(training, **filled)
+    resolved.check()
+    return resolved
+
+
+def spread_layers(num_layers: int, taps: int = DEFAULT_TAPS) -> list[int]:
+    """Up to `taps` layer ids from the 2nd to the third-to-last layer (arXiv 2602.06036); fewer in a shallow target."""
+    first, last = min(1, num_layers - 1), max(num_layers - 3, min(1, num_layers - 1))
+    taps = min(taps, last - first + 1)
+    return [first + round(i * (last - first) / max(1, taps - 1)) for i in range(taps)]
+
+
+def unused_token(target: Any, data_ids: torch.Tensor, special_ids: list[int]) -> int:
+    """A token to be the mask: never proposed, so one that neither the data nor the end of a text needs."""
+    used = set(data_ids.tolist())
+    for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        for config in (target.config.get_text_config(), target.generation_config):
+            ids = getattr(config, key, None)
+            used |= set(ids if isinstance(ids, list) else [ids])
+    free_special = [i for i in special_ids if i not in used]
+    if free_special:
+        return max(free_special)
+    free = [i for i in range(target.config.get_text_config().vocab_size) if i not in used]
+    if not free:
+        raise DFlowError('the data uses every token of the vocabulary; name the rarest as "mask_token_id"')
+    return free[-1]
+
+
+def drafter_config(target: Any, training: TrainingConfig, target_name: str | None = None) -> DFlowDrafterConfig:
+    """A drafter of the target's width and attention shape."""
+    config = target.config.get_text_config()
+    wanted: dict[str, Any] = training.to_dict()
+    layers = wanted["num_hidden_layers"]
+    rope = dict(getattr(config, "rope_parameters", None) or DEFAULT_ROPE)
+    rope = dict(rope.get("full_attention") or rope)  # some families keep one set for each kind of layer
+    return DFlowDrafterConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={key: value for key, value in rope.items() if key not in FOREIGN_ROPE},
+        layer_types=["full_attention"] * layers,
+        block_size=wanted["block_size"],
+        mask_token_id=wanted["mask_token_id"],
+        target_layer_ids=wanted["target_layer_ids"],
+        num_target_layers=config.num_hidden_layers,
+        target_name=target_name,
+        use_relay=training.use_relay,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
+
+
+def new_drafter(target: Any, training: TrainingConfig, target_name: str | None = None) -> DFlowDrafter:
+    """A drafter with the run's seed in float32, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(training.seed)
+        drafter = DFlowDrafter(drafter_config(target, training, target_name))
+    drafter = drafter.float()
+    if training.initialise_from_target:
+        initialise_from_target(drafter, target)
+    return drafter
+
+
+def continued_drafter(drafter: DFlowDrafter, training: TrainingConfig) -> DFlowDrafter:
+    """`drafter` in float32 with the run's block, and with a relay at zero where the run wants one and it has none.
+
+    A new drafter is built and filled, so the one given stays as it is.
+    """
+    config = DFlowDrafterConfig.from_dict(drafter.config.to_dict())
+    config.block_size = training.block_size or config.block_size
+    config.use_relay = training.use_relay or drafter.relay is not None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(training.seed)
+        continued = DFlowDrafter(config).float()
+    missing, unexpected = continued.load_state_dict(
+        {key: value.float() for key, value in drafter.state_dict().items()}, strict=False
+    )
+    if unexpected or any(not key.startswith("relay.") for key in missing):
+        raise DFlowError(f"the drafter to continue does not fit its own configuration: {missing + unexpected}")
+    return continued
+
+
+@torch.no_grad()
+def initialise_from_target(drafter: DFlowDrafter, target: Any) -> None:
+    """Start the draft layers as the target's last ones and the context projection as its last tap.
+
+    An adapter on the target is left out: base weights are copied.
+
+    Raises:
+        DFlowError: The target's layers have other weights than a draft layer.
+    """
+    reason = _why_not_copied(target, len(drafter.layers))
+    if reason:
+        raise DFlowError(f'the target\'s layers cannot be copied: {reason}; set "initialise_from_target" to false')
+    inner = _inner_model(target)
+    for ours, theirs in zip(drafter.layers, inner.layers[-len(drafter.layers) :], strict=True):
+        own = {key: value for key, value in ours.state_dict().items() if key in OWN_NORMS}
+        ours.load_state_dict({**own, **_base_weights(theirs)})
+    drafter.norm.load_state_dict(_base_weights(inner.norm))
+    drafter.fc.weight.mul_(0.1)
+    width = drafter.config.hidden_size
+    drafter.fc.weight[:, -width:] += torch.eye(width)
+
+
+def _why_not_copied(target: Any, num_layers: int) -> str | None:
+    """Why the target's last layers are no draft layers, or `None` if they are."""
+    inner = _inner_model(target)
+    layers = getattr(inner, "layers", None)
+    if layers is None or not hasattr(inner, "norm"):
+        return f"{type(inner).__name__} has no 'layers' and 'norm'"
+    if len(layers) < num_layers:
+        return f"it has {len(layers)}, the drafter {num_layers}"
+    if type(inner.norm).__name__.startswith("Gemma"):  # these scale by 1 + weight
+        return f"its {type(inner.norm).__name__} is another function of its weight"
+    wanted = {
+        "self_attn": {f"{name}_proj.weight" for name in "qkvo"},
+        "mlp": {f"{name}_proj.weight" for name in ("gate", "up", "down")},
+    }
+    needed = {f"{part}.{name}" for part, names in wanted.items() for name in names}
+    needed |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    found = set(_base_weights(layers[-1]))
+    if found - set(OWN_NORMS) != needed:
+        return f"their weights differ by {', '.join(sorted((found - set(OWN_NORMS)) ^ needed))}"
+    return None
+
+
+def _inner_model(target: Any) -> Any:
+    """The decoder inside a causal language model, and inside PEFT's wrapping of one."""
+    base = target.get_base_model() if hasattr(target, "get_base_model") else target
+    return getattr(base, base.base_model_prefix, base)
+
+
+def _base_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of `module` in float32 without what PEFT put beside them."""
+    return {
+        key.replace(".base_layer.", "."): value.float().cpu()
+        for key, value in module.state_dict().items()
+        if "lora_" not in key
+    }
