@@ -43,6 +43,7 @@ CORPORA: dict[str, Callable[[], corpora.Corpus]] = {
     "documentation": corpora.documentation,
 }
 ANSWERS = "answers"
+CHAT_TEMPLATE = "{{ messages[-1]['content'] }}"  # the lab's prompts are plain text
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 
 
@@ -155,17 +156,29 @@ def tasks(
         for seed in map(int, seeds.split(",")):
             for kind in kinds.split(","):
                 drafter = DFlowDrafter.from_pretrained(folder / "drafters" / f"{kind}-{seed}").float().eval()
-                result: dict[str, Any] = {
-                    "task": task,
-                    "kind": kind,
-                    "seed": seed,
-                    "counts": measure(lab, drafter, rows),
-                }
+                result: dict[str, Any] = {"task": task, "kind": kind, "seed": seed}
+                result["counts"] = measure(lab, drafter, rows)
                 if kind == "dflash":
                     result["probe"] = probe(lab, drafter, rows)
                 with open(folder / "tasks.jsonl", "a", encoding="utf-8") as lines:
                     lines.write(json.dumps(result) + "\n")
                 typer.echo(f"{task}, {kind}, seed {seed}: {tokens_per_step(result['counts']):.3f} tokens per step")
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="With a drafter that `run` trained.")],
+    output: Annotated[Path, typer.Argument(help="For the folders target/ and drafter/.")],
+    kind: str = "dflow",
+    seed: int = 0,
+) -> None:
+    """Write target and drafter in bfloat16, as the package ships its tiny pair."""
+    lab = Lab.load(folder)
+    lab.target.bfloat16().save_pretrained(output / "target")
+    lab.tokenizer.chat_template = CHAT_TEMPLATE
+    lab.tokenizer.save_pretrained(output / "target")
+    drafter = DFlowDrafter.from_pretrained(folder / "drafters" / f"{kind}-{seed}")
+    drafter.bfloat16().save_pretrained(output / "drafter")
 
 
 @app.command()
