@@ -54,8 +54,10 @@ def test_dflash_checkpoint_continues_with_a_relay_at_zero(target, zlab_folder, t
     drafter = DFlowDrafter.from_pretrained(zlab_folder)
     assert drafter.relay is None and drafter.dtype == torch.bfloat16
     open_fields = {"num_hidden_layers": None, "block_size": None, "mask_token_id": None, "target_layer_ids": None}
+    open_fields["relay_intermediate_size"] = 5
     trainer = tiny_trainer(tmp_path / "run", target=target, drafter=drafter, stages=ONE_UPDATE, **open_fields)
     assert trainer.training.block_size == 8 and trainer.training.target_layer_ids == [0, 2]
+    assert trainer.drafter.relay.up_proj.out_features == 5
     assert {weight.dtype for weight in weights_of(trainer).values()} == {torch.float32}
     given = {name: weight.float() for name, weight in drafter.state_dict().items()}
     assert differing({name: weight for name, weight in weights_of(trainer).items() if "relay" not in name}, given) == []
@@ -78,6 +80,7 @@ def test_dflash_checkpoint_continues_with_a_relay_at_zero(target, zlab_folder, t
         ({"num_hidden_layers": 3}, "has 2"),
         ({"mask_token_id": 5}, f"has {MASK_TOKEN_ID}"),
         ({"target_layer_ids": [1]}, "has \\[0, 2\\]"),
+        ({"relay_intermediate_size": 5}, "relay_intermediate_size"),
     ],
 )
 def test_configuration_that_contradicts_the_drafter_is_refused(target, tmp_path, changes, message):

@@ -54,6 +54,7 @@ class TrainingConfig:
         distillation (`float`, *optional*, defaults to 0): Share of the target's distribution in what is learned, 0 … 1.
         teacher_top_k (`int`, *optional*, defaults to 32): Tokens kept of that distribution.
         use_relay (`bool`, *optional*, defaults to `True`): `False`: rounds without verifier states, no relay weights.
+        relay_intermediate_size (`int`, *optional*): Width of the relay's MLP; by default the drafter's own.
         train_only (`str`, *optional*): "relay" freezes everything else.
         precision (`str`, *optional*, defaults to "float32"): Or "bfloat16", the drafter's arithmetic under autocast.
             Its weights and the optimiser's state stay float32.
@@ -85,6 +86,7 @@ class TrainingConfig:
     distillation: float = 0.0
     teacher_top_k: int = 32
     use_relay: bool = True
+    relay_intermediate_size: int | None = None
     train_only: str | None = None
     precision: str = "float32"
     target_dtype: str = "float32"
@@ -190,6 +192,8 @@ class TrainingConfig:
         require(self.loss_decay is None or _is_number(self.loss_decay, above=0.0), "loss_decay", "a number above 0")
         require(_is_number(self.distillation, 0.0, 1.0), "distillation", "a number in 0 … 1")
         require(_is_number(self.max_grad_norm, above=0.0), "max_grad_norm", "a number above 0")
+        width = self.relay_intermediate_size
+        require(width is None or _is_int(width, 1), "relay_intermediate_size", "a whole number from 1, or null")
         for key in ("feature_noise", "weight_decay"):
             require(_is_number(getattr(self, key), 0.0), key, "a number from 0")
         for key, allowed in (

@@ -37,7 +37,8 @@ def resolve(
     """
     if drafter is not None:
         ours = drafter.config
-        for key in ("num_hidden_layers", "mask_token_id", "target_layer_ids"):
+        fixed = ["num_hidden_layers", "mask_token_id", "target_layer_ids"]
+        for key in [*fixed, "relay_intermediate_size"] if drafter.relay is not None else fixed:
             wanted, has = getattr(training, key), getattr(ours, key)
             if wanted is not None and wanted != has:
                 raise TrainingConfigError(
@@ -123,6 +124,7 @@ def drafter_config(target: Any, training: TrainingConfig, target_name: str | Non
         num_target_layers=config.num_hidden_layers,
         target_name=target_name,
         use_relay=training.use_relay,
+        relay_intermediate_size=training.relay_intermediate_size,
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
@@ -148,6 +150,7 @@ def continued_drafter(drafter: DFlowDrafter, training: TrainingConfig) -> DFlowD
     config = DFlowDrafterConfig.from_dict(drafter.config.to_dict())
     config.block_size = training.block_size or config.block_size
     config.use_relay = training.use_relay or drafter.relay is not None
+    config.relay_intermediate_size = training.relay_intermediate_size or config.relay_intermediate_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         continued = DFlowDrafter(config).float()
