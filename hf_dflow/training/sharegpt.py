@@ -6,6 +6,8 @@ The package's file is cut off within a record, so it is read record by record up
 import hashlib
 import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
 from hf_dflow.errors import DFlowError
 
@@ -40,18 +42,17 @@ def sharegpt_prompts() -> list[str]:
     return sorted(kept.values(), key=lambda prompt: hashlib.sha256(prompt.encode()).hexdigest())
 
 
-def whole_records(text: str) -> list:
+def whole_records(text: str) -> Iterator[Any]:
     """The elements of a JSON array up to its end or to where it breaks off."""
     decoder, blanks = json.JSONDecoder(), re.compile(r"[\s,]*")
-    position, records = text.find("[") + 1, []
+    position = text.find("[") + 1
     while position:
         match = blanks.match(text, position)
         try:
             record, position = decoder.raw_decode(text, match.end() if match else position)
         except json.JSONDecodeError:
-            break
-        records.append(record)
-    return records
+            return
+        yield record
 
 
 def first_human_turn(conversation) -> str | None:
