@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_dflow.errors import DFlowError
+from hf_dflow.generation._compat import capture_features
 from hf_dflow.training.data import TrainingRow
+from hf_dflow.training.target import describe_target
 
 ROWS_PER_SHARD = 64
+OPEN_SHARDS = 64  # a process may open about a thousand files
+NOT_COMPARED = ("transformers_version", "_name_or_path", "_commit_hash", "architectures")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -28,12 +32,13 @@ class Teacher:
 class FeatureStore:
     """Features `[tokens, taps * target_hidden_size]` of each row, and on request the target's distribution.
 
-    A shard appears under its name when it is whole, so filling may be killed and continued.
+    A shard appears under its name when it is whole, so filling may be killed and continued; one that is damaged all the
+    same is computed again by the next `fill`.
 
     Args:
         folder (`Path`): Where `features.json` and the shards lie.
         rows (`list[TrainingRow]`): What the features belong to.
-        target (`PreTrainedModel`): The frozen target; its dtype is part of the provenance.
+        target (`PreTrainedModel`): The frozen target; weights, configuration and dtype are part of the provenance.
         layer_ids (`list[int]`): Tapped layers; id *l* is `hidden_states[l + 1]`.
         dtype (`str`, *optional*, defaults to `"float32"`): What features are stored in.
         teacher_top_k (`int`, *optional*, defaults to 0): Tokens kept of each distribution; 0 stores none.
@@ -60,20 +65,19 @@ class FeatureStore:
         self._shards: dict[int, Any] = {}
         provenance = {
             "rows": hashlib.sha256(json.dumps([row.token_ids for row in rows]).encode()).hexdigest(),
-            "target": _fingerprint(target),
-            "layer_ids": layer_ids,
+            "target": describe_target(target.config._name_or_path, None, target) | {"config": _config_digest(target)},
+            "layer_ids": list(layer_ids),
             "dtype": dtype,
             "teacher_top_k": teacher_top_k,
         }
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "features.json"
         if path.exists():
-            found = json.loads(path.read_text())
-            differing = [key for key in provenance if found.get(key) != provenance[key]]
-            if differing:
-                raise DFlowError(f"{folder} holds features of other {', '.join(differing)}; use an empty folder")
+            _check_provenance(path, provenance)
         else:
-            path.write_text(json.dumps(provenance))
+            partial = folder / "partial.json"
+            partial.write_text(json.dumps(provenance, indent=1))
+            partial.rename(path)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Features `[tokens, width]` of row `index`."""
@@ -87,45 +91,83 @@ class FeatureStore:
 
     @torch.no_grad()
     def fill(self, progress=lambda done, total: None) -> None:
-        """Compute the shards that are missing."""
+        """Compute the shards that are missing or damaged."""
         for number in range(-(-len(self.rows) // ROWS_PER_SHARD)):
-            if self._path(number).exists():
+            if self._is_whole(number):
                 continue
-            first = number * ROWS_PER_SHARD
-            computed = [self._compute(row) for row in self.rows[first : first + ROWS_PER_SHARD]]
+            self._shards.pop(number, None)
+            computed = [self._compute(row) for row in self._rows_of(number)]
             partial = self.folder / "partial.safetensors"
             save_file({key: torch.cat([one[key] for one in computed]) for key in computed[0]}, partial)
             partial.rename(self._path(number))
-            progress(first + len(computed), len(self.rows))
+            progress(number * ROWS_PER_SHARD + len(computed), len(self.rows))
 
     def _compute(self, row: TrainingRow) -> dict[str, torch.Tensor]:
         token_ids = torch.tensor([row.token_ids], device=self.target.device)
         keep = 0 if self.teacher_top_k else 1
         output = self.target(token_ids, output_hidden_states=True, use_cache=False, logits_to_keep=keep)
-        features = torch.cat([output.hidden_states[i + 1] for i in self.layer_ids], dim=-1)[0]
-        tensors = {"features": features.to("cpu", self.dtype)}
+        tensors = {"features": capture_features(output.hidden_states, self.layer_ids)[0].to("cpu", self.dtype)}
         if self.teacher_top_k:
             top = output.logits[0].float().softmax(dim=-1).topk(self.teacher_top_k, dim=-1)
             tensors["teacher_ids"] = top.indices.to("cpu", torch.int32)
             tensors["teacher_probs"] = top.values.to("cpu", torch.float16)
         return tensors
 
+    def _rows_of(self, number: int) -> list[TrainingRow]:
+        return self.rows[number * ROWS_PER_SHARD : (number + 1) * ROWS_PER_SHARD]
+
+    def _is_whole(self, number: int) -> bool:
+        """A file that was cut or overwritten does not hold what its header and the rows ask for."""
+        if not self._path(number).exists():
+            return False
+        tokens = sum(len(row.token_ids) for row in self._rows_of(number))
+        names = ["features"] + ["teacher_ids", "teacher_probs"] * bool(self.teacher_top_k)
+        try:
+            with safe_open(self._path(number), framework="pt") as shard:
+                return all(shard.get_slice(name).get_shape()[0] == tokens for name in names)
+        except (SafetensorError, OSError):
+            return False
+
     def _read(self, index: int, name: str) -> torch.Tensor:
         number = index // ROWS_PER_SHARD
         if number not in self._shards:
-            self._shards[number] = safe_open(self._path(number), framework="pt")
+            if len(self._shards) == OPEN_SHARDS:
+                del self._shards[next(iter(self._shards))]
+            self._shards[number] = self._open(number)
         lengths = [len(row.token_ids) for row in self.rows[number * ROWS_PER_SHARD : index + 1]]
         return self._shards[number].get_slice(name)[sum(lengths[:-1]) : sum(lengths)]
+
+    def _open(self, number: int) -> Any:
+        try:
+            return safe_open(self._path(number), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise DFlowError(f"{self._path(number)} is missing or damaged ({error}); call fill() first") from error
 
     def _path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}.safetensors"
 
 
-def _fingerprint(target) -> str:
-    """A hash of the target's configuration and of the column sums of each weight matrix."""
-    digest = hashlib.sha256(target.config.to_json_string().encode())
-    for parameter in target.parameters():
-        digest.update(
-            parameter.detach().float().flatten(1).sum(0).cpu().numpy().tobytes() if parameter.ndim > 1 else b""
-        )
-    return digest.hexdigest()
+def _config_digest(target) -> str:
+    """A hash of what the target's configuration says about its computation."""
+    config = target.config.get_text_config().to_dict()
+    return hashlib.sha256(
+        json.dumps({key: config[key] for key in sorted(config) if key not in NOT_COMPARED}, default=str).encode()
+    ).hexdigest()
+
+
+def _check_provenance(path: Path, wanted: dict[str, Any]) -> None:
+    try:
+        found = json.loads(path.read_text())
+        theirs = found["target"]
+        same_target = all(theirs[key] == wanted["target"][key] for key in ("weights", "dtype", "config"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DFlowError(f"{path} does not say what the features belong to; use an empty folder") from error
+    differing = [key for key in wanted if key != "target" and found.get(key) != wanted[key]]
+    if not same_target:
+        names = [
+            f"{one['name'] or 'a model'} ({one['revision'] or 'local'}, {one['dtype']})"
+            for one in (theirs, wanted["target"])
+        ]
+        differing.insert(0, f"target: {names[0]}, and this is {names[1]} with other weights, configuration or dtype")
+    if differing:
+        raise DFlowError(f"{path.parent} holds features of other {', '.join(differing)}; use an empty folder")
