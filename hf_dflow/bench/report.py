@@ -14,7 +14,7 @@ from hf_dflow.generation.statistics import AcceptanceStatistics
 
 
 def run_conditions(**more: Any) -> dict[str, Any]:
-    """Versions, processor and threads of this process, and whatever the caller adds."""
+    """Versions, processor and threads of this process, and whatever the caller adds or knows better."""
     return {
         "versions": {
             "hf_dflow": hf_dflow.__version__,
@@ -46,6 +46,26 @@ def bootstrap_interval(
     values = [statistic(generator.integers(0, count, count)) for _ in range(resamples)]
     low, high = np.percentile(values, [2.5, 97.5])
     return [float(low), float(high)]
+
+
+def resampled_sums(values: np.ndarray, *, resamples: int = 2000, seed: int = 0) -> np.ndarray:
+    """Sums over items, and over as many items drawn with replacement; all rows are read on the same items.
+
+    Args:
+        values (`np.ndarray` of shape `(rows, items)`): What is summed.
+
+    Returns:
+        `np.ndarray` of shape `(rows, 1 + resamples)`: The sums of the items themselves come first.
+    """
+    count = values.shape[1]
+    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
+    return np.concatenate([values.sum(axis=1, keepdims=True), values @ draws.T], axis=1)
+
+
+def figure(samples: np.ndarray) -> dict[str, Any]:
+    """A statistic of [`resampled_sums`]: its value, and the 95% percentile interval of its resamples."""
+    low, high = np.percentile(samples[1:], [2.5, 97.5])
+    return {"value": float(samples[0]), "interval_95": [float(low), float(high)]}
 
 
 def pooled(statistics: Sequence[AcceptanceStatistics]) -> AcceptanceStatistics:

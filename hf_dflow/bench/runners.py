@@ -1,4 +1,4 @@
-"""A target with its drafter, and one runner per decoding strategy: the same prompt in, tokens and counts out."""
+"""A target, the ways to decode with it, and one call that runs any of them: a prompt in, tokens and counts out."""
 
 import time
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowGenerationConfig
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, smollm2_folder
@@ -28,11 +29,7 @@ class Pair:
 
     def encode(self, prompt: str) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask` `[1, T]` of a user message in the target's chat template."""
-        messages = [{"role": "user", "content": prompt}]
-        encoded: Any = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        return encode_chat(self.tokenizer, prompt, self.target.device)
 
     def describe(self) -> dict[str, Any]:
         """What a figure must say about the pair."""
@@ -45,6 +42,53 @@ class Pair:
             "has_relay": self.drafter.relay is not None,
             "chat_template": "the target's own, default system prompt",
         }
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How tokens are chosen: greedily at temperature 0, else sampled from the target's plain distribution.
+
+    Args:
+        temperature (`float`, *optional*, defaults to 0).
+        verification (`str`, *optional*): "token" or "block" when sampling; greedy decoding has one rule.
+    """
+
+    temperature: float = 0.0
+    verification: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"T={self.temperature:g}" + (f", {self.verification} verification" if self.temperature else "")
+
+    def options(self) -> dict[str, Any]:
+        """For `generate`. What the target recommends for sampling (top-k, top-p) is switched off."""
+        if not self.temperature:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to decode.
+
+    Args:
+        name (`str`): In tables and records.
+        model (`DFlowDrafter` or `PreTrainedModel`, *optional*): A drafter, or a classic draft model for transformers'
+            own assisted generation; without one the target decodes alone.
+        use_relay (`bool`, *optional*): Of a drafter; its own default otherwise.
+    """
+
+    name: str
+    model: Any = None
+    use_relay: bool | None = None
+
+    @property
+    def is_classic(self) -> bool:
+        return self.model is not None and not isinstance(self.model, DFlowDrafter)
+
+    def can_decode(self, mode: Mode) -> bool:
+        """transformers' assisted generation verifies token by token."""
+        return not (self.is_classic and mode.verification == "block")
 
 
 @dataclass
@@ -64,8 +108,20 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+def encode_chat(tokenizer: PreTrainedTokenizerBase, prompt: str, device: Any = "cpu") -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` `[1, T]` of a user message in the tokenizer's chat template."""
+    messages = [{"role": "user", "content": prompt}]
+    encoded: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
 def load_pair(
-    target: str | Path | None = None, drafter: str | Path | None = None, dtype: torch.dtype = torch.float32
+    target: str | Path | None = None,
+    drafter: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
 ) -> Pair:
     """A target and its drafter; by default SmolLM2-135M-Instruct and the bundled one.
 
@@ -73,12 +129,22 @@ def load_pair(
         DFlowError: SmolLM2's package is missing, or the drafter cannot be loaded.
     """
     source = target or smollm2_folder()
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     return Pair(
-        AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval(),
-        DFlowDrafter.from_pretrained(str(drafter or BUNDLED_DRAFTER), dtype=dtype).eval(),
+        model.to(device).eval(),
+        DFlowDrafter.from_pretrained(str(drafter or BUNDLED_DRAFTER), dtype=dtype).to(device).eval(),
         AutoTokenizer.from_pretrained(source),
         Path(target).name if target else SMOLLM2,
     )
+
+
+def classic_contestant(name: str, model: PreTrainedModel, num_draft_tokens: int) -> Contestant:
+    """A causal language model as transformers' assisted generation takes it: so many drafts in each step, always."""
+    config: Any = model.generation_config
+    config.num_assistant_tokens = num_draft_tokens
+    config.num_assistant_tokens_schedule = "constant"
+    config.assistant_confidence_threshold = 0.0
+    return Contestant(name, model)
 
 
 def run_strategy(pair: Pair, inputs: dict[str, torch.Tensor], strategy: str, max_new_tokens: int) -> Run:
@@ -87,26 +153,99 @@ def run_strategy(pair: Pair, inputs: dict[str, torch.Tensor], strategy: str, max
     Args:
         inputs (`dict[str, torch.Tensor]`): `input_ids` and `attention_mask` of shape `(1, T)`.
     """
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    use_relay = None if strategy == "dflow" else False
+    contestant = Contestant(strategy, None if strategy == "plain" else pair.drafter, use_relay)
+    return decode(pair.target, inputs, contestant, Mode(), max_new_tokens)
+
+
+def decode(
+    target: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    contestant: Contestant,
+    mode: Mode,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> Run:
+    """One answer of `target`.
+
+    Args:
+        inputs (`dict[str, torch.Tensor]`): `input_ids` and `attention_mask` of shape `(1, T)`.
+        seed (`int`, *optional*, defaults to 0): Of a sampled answer.
+    """
+    options = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, **mode.options()}
+    prompt_length = inputs["input_ids"].shape[1]
+    steps = StepCounter(prompt_length)
     arguments: dict[str, Any] = options
-    if strategy != "plain":
-        config = DFlowGenerationConfig(**options, use_relay=None if strategy == "dflow" else False)
-        arguments = {"assistant_model": pair.drafter, "generation_config": config}
-    target: Any = pair.target  # mypy sees nn.Module's attribute access behind the mixin's `generate`
-    with count_forwards(target) as forwards:
+    if contestant.is_classic:
+        arguments = {**options, "assistant_model": contestant.model, "streamer": steps}
+    elif contestant.model is not None:
+        rule = mode.verification if mode.temperature else None
+        config = DFlowGenerationConfig(**options, use_relay=contestant.use_relay, verification=rule)
+        arguments = {"assistant_model": contestant.model, "generation_config": config}
+    if mode.temperature:
+        torch.manual_seed(seed)
+    generate: Any = target.generate
+    with count_forwards(target) as forwards, steps.watch(target), count_forwards(contestant.model) as draft_forwards:
         start = time.perf_counter()
-        output = target.generate(**inputs, **arguments)
+        output = generate(**inputs, **arguments)
+        new_tokens = output.sequences[0, prompt_length:].tolist()  # waits for the device
         seconds = time.perf_counter() - start
-    new_tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    return Run(new_tokens, len(forwards), seconds, getattr(output, "statistics", None) or AcceptanceStatistics())
+    statistics = getattr(output, "statistics", None) or AcceptanceStatistics()
+    if contestant.is_classic:
+        statistics = steps.statistics
+        statistics.num_draft_forwards = len(draft_forwards)
+        statistics.verification = mode.verification or "greedy"
+    return Run(new_tokens, len(forwards), seconds, statistics)
 
 
 @contextmanager
-def count_forwards(model: torch.nn.Module) -> Iterator[list[float]]:
+def count_forwards(model: torch.nn.Module | None) -> Iterator[list[float]]:
     """A list that receives the clock's time at the end of each forward of `model`."""
     ends: list[float] = []
+    if model is None:
+        yield ends
+        return
     handle = model.register_forward_hook(lambda *_: ends.append(time.perf_counter()))
     try:
         yield ends
     finally:
         handle.remove()
+
+
+class StepCounter(BaseStreamer):
+    """Counts the steps of transformers' assisted generation, which keeps no statistics.
+
+    What the target is given tells how many drafts a step verifies; what is streamed behind it, how many were accepted.
+    """
+
+    def __init__(self, prompt_length: int):
+        self.statistics = AcceptanceStatistics()
+        self._known = prompt_length  # tokens of the next forward that are no drafts
+        self._given = 0
+        self._has_prompt = False
+
+    @contextmanager
+    def watch(self, target: torch.nn.Module) -> Iterator[None]:
+        """Look at each forward of `target`."""
+
+        def look(_, args, kwargs):
+            input_ids = kwargs.get("input_ids", args[0] if args else None)
+            self._given = 0 if input_ids is None else input_ids.shape[1]
+
+        handle = target.register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, then the tokens of each step: accepted drafts and one of the target's own."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        emitted = value.numel()
+        self.statistics.record(drafted=self._given - self._known, accepted=emitted - 1, emitted=emitted)
+        self._known = 1
+
+    def end(self) -> None:
+        """Nothing is left to count."""

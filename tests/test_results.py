@@ -1,0 +1,62 @@
+"""The figures that README and card print are those of the committed records."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "model_cards").glob("smollm2*.md")]
+EVALUATIONS = {
+    "eval-training-kinds": "16 held out, kinds seen in training",
+    "eval-other-kinds": "24 of other wording, six tasks",
+}
+
+
+def evaluation(name):
+    return json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def with_interval(figure, form):
+    low, high = figure["interval_95"]
+    return f"{figure['value']:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def row_of(record, label):
+    group = record["modes"]["T=0"]["all"]
+    found = [group["contestants"][name] for name in ("dflash", "dflow")]
+    is_own = set(record["identity"]["identical_to_plain"].values()) == {record["identity"]["compared_with_plain"]}
+    cells = [
+        label,
+        *(with_interval(one["tokens_per_step"], ".2f") for one in found),
+        with_interval(group["differences"]["dflow - dflash"]["difference"], "+.3f"),
+        " / ".join(f"{one['draft_acceptance_rate']:.1%}" for one in found),
+        " / ".join(f"{one['target_forwards_per_token']:.2f}" for one in found),
+        "yes" if is_own else "no",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_printed_figures_are_the_measured_ones(document):
+    """Bug: a new drafter's record is committed and the tables still praise the old one, or a figure was mistyped."""
+    text = " ".join(document.read_text(encoding="utf-8").split())
+    for name, label in EVALUATIONS.items():
+        record = evaluation(name)
+        assert label.startswith(str(record["conditions"]["prompts"]))
+        assert row_of(record, label) in text
+    groups = evaluation("eval-other-kinds")["modes"]["T=0"]["by_task"]
+    by_task = [
+        f"{task} " + " / ".join(f"{one['tokens_per_step']['value']:.2f}" for one in group["contestants"].values())
+        for task, group in groups.items()
+    ]
+    assert ", ".join(by_task) in text
+
+
+def test_records_say_what_they_depend_on():
+    """Bug: a figure without its target, drafter, length or software; or a private text in a committed file."""
+    for name in EVALUATIONS:
+        record = evaluation(name)
+        assert {"versions", "cpu", "target", "drafter", "block_size", "max_new_tokens"} <= record["conditions"].keys()
+        assert record["modes"]["T=0"]["all"]["prompts"] == len(record["rows"]) == record["conditions"]["prompts"]
+        assert "sharegpt" not in {row["task"] for row in record["rows"] if "prompt" in row}
