@@ -33,6 +33,7 @@ def folder(tmp_path_factory):
             f"prepare toy {folder} --updates 12 --num-prompts 16 --num-held-out 3 --max-new-tokens 24",
             f"run {folder} --updates 3 --num-layers 1",
             f"tasks toy {folder}",
+            f"sample {folder} --kinds dflow",
             f"report {folder} --json {folder}/report.json",
             f"export {folder} {folder}/pair",
         ):
@@ -54,6 +55,7 @@ def test_every_kind_is_trained_decoded_and_lossless(folder):
     assert {line["kind"] for line in lines if "counts_relay_off" in line} == {"dflow"}
     record = json.loads((folder / "report.json").read_text())["corpora"][folder.name]
     assert {"dflash", "dflow", "dflow, relay off", "multi_round", "autoregressive", "probe", "tasks"} <= record.keys()
+    assert set(record["sampled"]) == {"T=1, token verification", "T=1, block verification"}
     assert record["texts_identical"] == "12 of 12" and "gain_over_dflash" in record["tasks"]["easy"]["dflow"]
 
 

@@ -166,6 +166,27 @@ def tasks(
 
 
 @app.command()
+def sample(
+    folder: Annotated[Path, typer.Argument(help="With the drafters that `run` trained.")],
+    seeds: str = "0",
+    kinds: str = "dflash,dflow",
+    threads: Threads = 1,
+) -> None:
+    """Measure trained drafters at temperature 1, token and block verification; appends to FOLDER/sampled.jsonl."""
+    torch.set_num_threads(threads)
+    lab = Lab.load(folder)
+    for seed in map(int, seeds.split(",")):
+        for kind in kinds.split(","):
+            drafter = DFlowDrafter.from_pretrained(folder / "drafters" / f"{kind}-{seed}").float().eval()
+            for rule in ("token", "block"):
+                counts = measure(lab, drafter, lab.held_out, verification=rule)
+                result = {"task": f"T=1, {rule} verification", "kind": kind, "seed": seed, "counts": counts}
+                with open(folder / "sampled.jsonl", "a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(result) + "\n")
+                typer.echo(f"{rule}, {kind}, seed {seed}: {tokens_per_step(counts):.3f} tokens per step")
+
+
+@app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="With a drafter that `run` trained.")],
     output: Annotated[Path, typer.Argument(help="For the folders target/ and drafter/.")],
@@ -187,7 +208,14 @@ def report(
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
 ) -> None:
     """Pool the seeds of each folder; print tokens per step and gains."""
-    record = {folder.name: {**summarise(read_results(folder)), "tasks": summarise_tasks(folder)} for folder in folders}
+    record = {
+        folder.name: {
+            **summarise(read_results(folder)),
+            "tasks": summarise_tasks(folder / "tasks.jsonl"),
+            "sampled": summarise_tasks(folder / "sampled.jsonl"),
+        }
+        for folder in folders
+    }
     text = json.dumps({"corpora": record, "conditions": run_conditions()}, indent=1)
     typer.echo(text)
     if json_path is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig
 from hf_dflow.bench.lab.target import TargetRecipe, answer, new_model, train_language_model
@@ -129,20 +129,31 @@ def _train_autoregressive(lab: Lab, recipe: DrafterRecipe) -> Any:
 
 
 @torch.no_grad()
-def measure(lab: Lab, drafter: Any, rows: list[TrainingRow], use_relay: bool | None = None) -> dict[str, list[int]]:
-    """Decode each row's prompt greedily; tokens and steps of each, and whether the text is the target's own.
+def measure(
+    lab: Lab,
+    drafter: Any,
+    rows: list[TrainingRow],
+    use_relay: bool | None = None,
+    verification: str | None = None,
+) -> dict[str, list[int]]:
+    """Decode each row's prompt; tokens and steps of each, and whether the text is the target's own greedy one.
 
-    An autoregressive drafter runs in transformers' assisted generation, with as many drafts a step as a block has.
+    Greedy, or with `verification` ("token" or "block") sampled at temperature 1. An autoregressive drafter runs in
+    transformers' assisted generation, with as many drafts a step as a block has.
     """
     counts: dict[str, list[int]] = {"tokens": [], "steps": [], "identical": []}
-    for row in rows:
-        options = {"max_new_tokens": row.answer_length, "do_sample": False, "return_dict_in_generate": True}
+    sampling: dict[str, Any] = {"do_sample": verification is not None}
+    if verification is not None:
+        sampling |= {"temperature": 1.0, "top_k": 0}
+    for index, row in enumerate(rows):
+        set_seed(index)
+        options = {"max_new_tokens": row.answer_length, "return_dict_in_generate": True, **sampling}
         prompt = torch.tensor([row.token_ids[: row.prompt_length]])
         arguments: dict[str, Any] = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
         forwards: list[int] = []
         handle = lab.target.register_forward_hook(lambda *_, counter=forwards: counter.append(1))
         if isinstance(drafter, DFlowDrafter):
-            config = DFlowGenerationConfig(**options, use_relay=use_relay)
+            config = DFlowGenerationConfig(**options, use_relay=use_relay, verification=verification)
             output = lab.target.generate(**arguments, generation_config=config, assistant_model=drafter)
             steps = len(forwards) - 1  # the prefill gives the first token
         else:

@@ -60,9 +60,8 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def summarise_tasks(folder: Path) -> dict[str, Any]:
-    """Of each task: what the probe saw with DFlash, and what DFlow gained, seeds pooled."""
-    path = folder / "tasks.jsonl"
+def summarise_tasks(path: Path) -> dict[str, Any]:
+    """Of each task in `path`: what the probe saw with DFlash, and what DFlow gained, seeds pooled."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
