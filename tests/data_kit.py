@@ -40,6 +40,7 @@ WRITTEN = (
 MARKED = _marked("{% generation %}" + WRITTEN + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}")
 MARKED_WITHOUT_END = _marked("{% generation %}" + WRITTEN + "{% endgeneration %}{{ '<|im_end|>\n' }}")
 MARKED_WITH_NEWLINE = _marked("{% generation %}" + WRITTEN + "{{ '<|im_end|>\n' }}{% endgeneration %}")
+MARKED_LAST = MARKED.replace("{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and loop.last %}")
 
 # Thinking is dropped once the user speaks again, the last turn gets a block even if it is empty.
 THINKING = """{%- set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}
@@ -50,6 +51,8 @@ THINKING = """{%- set ns = namespace(last=-1) %}{% for m in messages %}{% if m.r
 {%- endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
 {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
 
+THINKING_UNASKED = THINKING.split("{% if add_generation_prompt %}")[0]
+
 # The generation prompt opens the thinking block, which no rendered turn has (DeepSeek-R1).
 OPENED = """{% for m in messages %}{% if m.role == 'user' %}{{ '<User>' + m.content }}{% else %}{{ '<Assistant>' +
 m.content.split('</think>')[-1] + '</s>' }}{% endif %}{% endfor %}
@@ -57,7 +60,8 @@ m.content.split('</think>')[-1] + '</s>' }}{% endif %}{% endfor %}
 
 # No generation prompt (Llama 2, and HEADED above), and no end-of-turn token (a base model's plain dialogue).
 INST = """{% for m in messages %}{% if m.role == 'user' %}{{ '<s>[INST] ' + m.content + ' [/INST]' }}{% else %}
-{{- ' ' + m.content + ' </s>' }}{% endif %}{% endfor %}"""
+{%- if m.tool_calls %}{{ '[CALLS]' + m.tool_calls[0].function | tojson }}{% else %}{{ ' ' + m.content + ' ' }}
+{%- endif %}{{ '</s>' }}{% endif %}{% endfor %}"""
 ENDLESS = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
 

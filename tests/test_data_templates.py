@@ -57,6 +57,11 @@ def test_the_three_kinds_of_marks_are_really_different():
     assert masks[1][1] + 2 == masks[0][1] == masks[2][1] - 2
 
 
+def test_the_templates_marks_decide():
+    """Bug: a template's author marks the last turn only, and the others are trained on all the same."""
+    assert encode(kit.MARKED_LAST, TWO_TURNS) == [["Sunny,\n  21 degrees.<|im_end|>"]]
+
+
 def test_tool_calls_are_the_assistants_and_tool_results_are_not():
     """Bug: only the content field is looked for, so a drafter never learns to call a tool."""
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Berlin"}}</tool_call>'
@@ -110,6 +115,17 @@ def test_templates_without_generation_prompt_or_end_of_turn():
     assert encode(kit.ENDLESS, chat) == [[" The capital is Paris.", " Sunny,\n  21 degrees."]]
 
 
+def test_a_turn_that_does_not_begin_with_its_content_needs_a_template_without_headers():
+    """Bug: a call without generation prompt is refused, or a role header is taken for what the assistant wrote."""
+    chat = [user("hello"), assistant("", tool_calls=tool_call("Berlin"))]
+    call = '[CALLS]{"name": "weather", "arguments": {"city": "Berlin"}}</s>'
+    assert encode(kit.INST, chat, "</s>") == [[call]]
+    thought = [user("hello"), assistant("hi", reasoning_content="Polite.")]
+    assert encode(kit.THINKING, thought) == [["<think>\nPolite.\n</think>\n\nhi<|im_end|>"]]
+    with pytest.raises(ChatTemplateError, match="generation prompt"):
+        encode(kit.THINKING_UNASKED, thought)
+
+
 def test_a_generation_prompt_that_no_turn_shows_is_not_supervised():
     """Bug: a common first character of prompt and answer ("<") is taken for part of the prompt."""
     chat = [user("hello"), assistant("<b>hello</b>")]
@@ -119,7 +135,8 @@ def test_a_generation_prompt_that_no_turn_shows_is_not_supervised():
 def test_a_chat_may_begin_with_the_assistant_and_end_with_the_user():
     """Bug: the first turn has no prompt to render, or a last question is rendered behind the last answer."""
     chat = [assistant("hello"), user("What is the weather?"), assistant("Sunny."), user("Thanks")]
-    assert encode(kit.CHATML, chat) == [["hello<|im_end|>", "Sunny.<|im_end|>"]]
+    for template in (kit.CHATML, kit.MARKED):
+        assert encode(template, chat) == [["hello<|im_end|>", "Sunny.<|im_end|>"]]
 
 
 def test_a_token_shared_with_the_template_is_refused():
