@@ -43,6 +43,9 @@ class DFlowDrafterConfig(PreTrainedConfig):
             `"raw"`: rows of the target's embedding matrix, times `input_embedding_scale`. `"target"`: what the target's
             embedding module returns, its own scaling included. `"own"`: the drafter's matrix.
         output_head (`str`, *optional*, defaults to `"target"`): Whose LM head turns draft states into logits.
+        draft_vocab_size (`int`, *optional*):
+            Tokens that an own head can say, where those are fewer than `vocab_size`; which, the weights file lists in
+            `draft_token_ids`. All others get a draft probability of zero, and come from the target alone.
         input_embedding_scale, output_multiplier (`float`, *optional*, defaults to 1.0): Plain factors.
         final_logit_softcapping (`float`, *optional*): `cap * tanh(logits / cap)` after the multiplier.
         use_relay (`bool`, *optional*, defaults to `True`): Whether the model has relay weights.
@@ -83,6 +86,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
     target_name: str | None = None
     input_embedding: str = "raw"
     output_head: str = "target"
+    draft_vocab_size: int | None = None
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
@@ -159,6 +163,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
         self._check_target_layers()
         self._check_choice("input_embedding", INPUT_EMBEDDINGS)
         self._check_choice("output_head", OUTPUT_HEADS)
+        self._check_draft_vocabulary()
         shares_width = self.input_embedding != "own" or self.output_head != "own"
         if shares_width and self.target_hidden_size != self.hidden_size:
             self._refuse(
@@ -172,6 +177,21 @@ class DFlowDrafterConfig(PreTrainedConfig):
             self._refuse(f"'target_layer_ids' is {ids}; give distinct layer numbers, 0 is the first decoder layer")
         if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
             self._refuse(f"'target_layer_ids' names layer {max(ids)} of a target with {self.num_target_layers} layers")
+
+    def _check_draft_vocabulary(self) -> None:
+        size = self.draft_vocab_size
+        if size is None:
+            return
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= self.vocab_size:
+            self._refuse(
+                f"'draft_vocab_size' is {size!r} for a vocabulary of {self.vocab_size}; give a whole number in "
+                f"[1, {self.vocab_size}], or leave it out"
+            )
+        if self.output_head != "own":
+            self._refuse(
+                f"'draft_vocab_size' is {size} while 'output_head' is '{self.output_head}'; a reduced vocabulary needs "
+                "the drafter's own rows: set output_head to 'own', or leave draft_vocab_size out"
+            )
 
     def _check_choice(self, key: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, key) not in allowed:

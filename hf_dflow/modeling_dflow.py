@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from hf_dflow.checkpoints import load_drafter
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
+from hf_dflow.errors import DrafterWeightsError
 
 # (layer index, keys [B, KV, L, D], values [B, KV, L, D]) of the block -> the same for all that the block may attend to,
 # the block's own rows last. Serving, training and transformers' native loop differ in nothing but this function.
@@ -130,6 +131,7 @@ class DFlowDrafter(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _no_split_modules = ["DFlowDecoderLayer"]
+    draft_token_ids: Any
 
     def __init__(self, config: DFlowDrafterConfig):
         config.check()
@@ -143,7 +145,11 @@ class DFlowDrafter(PreTrainedModel):
         self.relay: Any = DFlowRelay(config) if config.use_relay else None
         owns_embedding, owns_head = config.input_embedding == "own", config.output_head == "own"
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if owns_embedding else None
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if owns_head else None
+        says = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, says, bias=False) if owns_head else None
+        # Ids of the head's rows, ascending; -1 until they are set or loaded. Saved with the weights.
+        unset = None if config.draft_vocab_size is None else torch.full((config.draft_vocab_size,), -1)
+        self.register_buffer("draft_token_ids", unset)
         self.post_init()
 
     def _init_weights(self, module):
@@ -197,9 +203,49 @@ class DFlowDrafter(PreTrainedModel):
         return self.norm(hidden)
 
     def compute_logits(self, hidden: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
-        """Draft logits `[..., vocab_size]` of final states `[..., H]`; rows past `vocab_size` (padding) are cut."""
+        """Draft logits `[..., vocab_size]` of final states `[..., H]`; rows past `vocab_size` (padding) are cut.
+
+        With a reduced draft vocabulary all other tokens get -inf.
+        """
         logits = (target_head if self.lm_head is None else self.lm_head)(self._for_head(hidden, target_head))
-        return self.shape_logits(logits[..., : self.config.vocab_size])
+        logits = self.shape_logits(logits[..., : self.config.vocab_size])
+        if self.draft_token_ids is None:
+            return logits
+        everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return everything.index_copy(-1, self.draft_token_ids, logits)
+
+    def set_draft_vocabulary(self, token_ids: torch.Tensor, head_weight: torch.Tensor) -> None:
+        """Choose what a drafter with `draft_vocab_size` can say, and start its head as the target's rows.
+
+        Args:
+            token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): Ids of the target's vocabulary, ascending.
+            head_weight (`torch.Tensor` of shape `(rows, hidden_size)`): Weight of the target's LM head.
+
+        Raises:
+            [`DrafterWeightsError`]: The ids are no vocabulary of that size.
+        """
+        if self.draft_token_ids is None or self.draft_token_ids.shape != token_ids.shape:
+            raise DrafterWeightsError(
+                f"{len(token_ids)} draft tokens were given for draft_vocab_size {self.config.draft_vocab_size}; "
+                "make the drafter with the size of its vocabulary."
+            )
+        self.draft_token_ids.copy_(token_ids)
+        self.check_draft_vocabulary()
+        with torch.no_grad():
+            self.lm_head.weight.copy_(head_weight[token_ids.to(head_weight.device)])
+
+    def check_draft_vocabulary(self) -> None:
+        """Raise [`DrafterWeightsError`] unless `draft_token_ids` name tokens of the target, not the mask alone."""
+        ids = self.draft_token_ids
+        if ids is None:
+            return
+        in_range = bool((ids >= 0).all() and (ids < self.config.vocab_size).all())
+        if not in_range or not bool((ids[1:] > ids[:-1]).all()) or ids.tolist() == [self.config.mask_token_id]:
+            raise DrafterWeightsError(
+                f"'draft_token_ids' must name {len(ids)} different tokens in [0, {self.config.vocab_size - 1}] in "
+                "ascending order, and not the mask token alone; the file is damaged, or set_draft_vocabulary was "
+                "never called."
+            )
 
     def shape_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Draft logits of raw head outputs, same shape: the configuration's multiplier, then its soft-cap."""

@@ -85,6 +85,7 @@ def load_drafter(
             "download again, or convert pytorch_model.bin in a place where running its code is acceptable."
         ) from error
     _check_weights(str(path), report, relay_may_be_missing=converted)
+    model.check_draft_vocabulary()
     return (model, report) if output_loading_info else model
 
 

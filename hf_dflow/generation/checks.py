@@ -132,6 +132,7 @@ def check_pair(model: PreTrainedModel, drafter: DFlowDrafter) -> None:
         _mismatch("an input embedding without a weight matrix", "input_embedding='raw', which reads its rows")
     if ours.input_embedding != "own" and embedding is not None and ours.mask_token_id >= embedding.shape[0]:
         _mismatch(f"{embedding.shape[0]} embedding rows", f"mask_token_id {ours.mask_token_id}")
+    drafter.check_draft_vocabulary()
     if ours.output_head == "target" and model.get_output_embeddings() is None:
         _mismatch("no LM head", "output_head='target'")
 

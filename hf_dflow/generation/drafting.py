@@ -57,6 +57,11 @@ class DraftSession:
         config = drafter.config
         mask_ids = torch.full((1, config.block_size - 1), config.mask_token_id, device=device)
         self._mask_embeds = drafter.embed(mask_ids, embedding)  # [1, L - 1, H]
+        self._cannot_say = None  # [vocab] tokens without a row in a reduced draft vocabulary: -inf is no fault there
+        if drafter.draft_token_ids is not None:
+            everything = torch.ones(config.vocab_size, dtype=torch.bool, device=drafter.device)
+            everything[drafter.draft_token_ids] = False
+            self._cannot_say = everything[:vocab_size].to(device)
 
     def has_room(self, anchor_position: int) -> bool:
         """Whether a block at `anchor_position` stays within the positions that the drafter was made for."""
@@ -90,7 +95,8 @@ class DraftSession:
         logits = self.block_logits(prefix_ids[:, -1], anchor_position, feedback)[:, :num_drafts]
         wide = torch.promote_types(logits.dtype, torch.float32)  # verification computes as wide as the draft law is
         logits = self._to_target_vocabulary(logits.to(device=self.device, dtype=wide))
-        is_finite = logits.isfinite().all(dim=-1).all(dim=-1)
+        said = logits if self._cannot_say is None else logits.masked_fill(self._cannot_say, 0.0)
+        is_finite = said.isfinite().all(dim=-1).all(dim=-1)
         logits = torch.where(is_finite[:, None, None], logits, 0.0)
         if self.drafter.config.mask_token_id < self.vocab_size:
             logits[..., self.drafter.config.mask_token_id] = -torch.inf

@@ -49,6 +49,8 @@ class TrainingConfig:
         block_size (`int`, *optional*): Anchor and drafts; 8.
         mask_token_id (`int`, *optional*): Fills masked slots and is never proposed; a token that the data lacks.
         target_layer_ids (`list[int]`, *optional*): Tapped layers; up to 5 from the 2nd to the third-to-last.
+        draft_vocab_size (`int`, *optional*): Tokens of an own, smaller head, the data's most frequent; `None`: the
+            target's head and all of its tokens.
         stages (`list[Stage]`): One after the other.
         loss_decay (`float`, *optional*): γ of the position-decayed loss, in slots; 4, 5, 7 for blocks of 8, 10, 16.
         distillation (`float`, *optional*, defaults to 0): Share of the target's distribution in what is learned, 0 … 1.
@@ -81,6 +83,7 @@ class TrainingConfig:
     block_size: int | None = None
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
+    draft_vocab_size: int | None = None
     stages: list[Stage] = field(default_factory=list)
     loss_decay: float | None = None
     distillation: float = 0.0
@@ -176,7 +179,8 @@ class TrainingConfig:
             require(_is_number(stage.warmup_share, 0.0, 1.0), "warmup_share", "a number in 0 … 1", stage)
             if self.train_only == "relay":
                 require(stage.relay_rounds > 0, "relay_rounds", 'at least 1 with "train_only": "relay"', stage)
-        for key, least in (("num_hidden_layers", 1), ("block_size", 2), ("mask_token_id", 0), ("evaluate_every", 0)):
+        optional = {"num_hidden_layers": 1, "block_size": 2, "mask_token_id": 0, "draft_vocab_size": 1}
+        for key, least in {**optional, "evaluate_every": 0}.items():
             require(
                 getattr(self, key) is None or _is_int(getattr(self, key), least), key, f"a whole number from {least}"
             )

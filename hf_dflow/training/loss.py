@@ -84,6 +84,8 @@ def head_rows(drafter: Any, target: Any, candidate_ids: torch.Tensor) -> HeadRow
             "without quantising its head."
         )
     rows = candidate_ids.to(weight.device)
+    if drafter.draft_token_ids is not None:
+        rows = torch.searchsorted(drafter.draft_token_ids, rows)  # the head's rows are a reduced vocabulary's
     bias = getattr(head, "bias", None)
     return HeadRows(weight[rows], None if bias is None else bias[rows])
 
@@ -98,11 +100,18 @@ class CandidateVocabulary:
         data_ids (`torch.LongTensor` of shape `(K,)`): Distinct tokens of the training data.
         vocab_size (`int`): Size of the whole vocabulary.
         num_others (`int`): Random other tokens drawn with each call of `sample`.
+        sayable_ids (`torch.LongTensor`, *optional*): Tokens that the drafter's head has rows for; by default all.
     """
 
-    def __init__(self, data_ids: torch.Tensor, vocab_size: int, num_others: int):
-        self.data_ids = data_ids
+    def __init__(
+        self, data_ids: torch.Tensor, vocab_size: int, num_others: int, sayable_ids: torch.Tensor | None = None
+    ):
         is_other = torch.ones(vocab_size, dtype=torch.bool)
+        if sayable_ids is not None:
+            is_other.fill_(False)
+            is_other[sayable_ids] = True
+        data_ids = data_ids[data_ids < vocab_size]
+        data_ids = self.data_ids = data_ids[is_other[data_ids]]
         is_other[data_ids] = False
         self.other_ids = is_other.nonzero()[:, 0]
         self.num_others = min(num_others, len(self.other_ids))

@@ -1,6 +1,7 @@
 """The drafter that a run starts from: a new one in the target's shape, or another drafter's weights."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DFlowError
 from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training.config import DECAY_OF_BLOCK, EVALUATIONS_PER_RUN, TrainingConfig, TrainingConfigError
+from hf_dflow.training.data import TrainingRow
+from hf_dflow.training.vocabulary import frequent_tokens
 
 DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_TAPS = 2, 8, 5
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -37,14 +40,14 @@ def resolve(
     """
     if drafter is not None:
         ours = drafter.config
-        fixed = ["num_hidden_layers", "mask_token_id", "target_layer_ids"]
+        fixed = ["num_hidden_layers", "mask_token_id", "target_layer_ids", "draft_vocab_size"]
         for key in [*fixed, "relay_intermediate_size"] if drafter.relay is not None else fixed:
             wanted, has = getattr(training, key), getattr(ours, key)
             if wanted is not None and wanted != has:
                 raise TrainingConfigError(
                     f'"{key}" is {wanted!r}, the drafter to continue has {has!r}; leave the key out, or start anew'
                 )
-        filled: dict[str, Any] = {key: getattr(ours, key) for key in ("num_hidden_layers", "mask_token_id")}
+        filled: dict[str, Any] = {key: getattr(ours, key) for key in fixed if key != "target_layer_ids"}
         filled |= {"target_layer_ids": list(ours.target_layer_ids), "initialise_from_target": False}
         if training.block_size is not None and training.block_size > ours.block_size:
             warnings.warn(
@@ -123,6 +126,8 @@ def drafter_config(target: Any, training: TrainingConfig, target_name: str | Non
         target_layer_ids=wanted["target_layer_ids"],
         num_target_layers=config.num_hidden_layers,
         target_name=target_name,
+        output_head="target" if training.draft_vocab_size is None else "own",
+        draft_vocab_size=training.draft_vocab_size,
         use_relay=training.use_relay,
         relay_intermediate_size=training.relay_intermediate_size,
         bos_token_id=config.bos_token_id,
@@ -131,15 +136,40 @@ def drafter_config(target: Any, training: TrainingConfig, target_name: str | Non
     )
 
 
-def new_drafter(target: Any, training: TrainingConfig, target_name: str | None = None) -> DFlowDrafter:
-    """A drafter with the run's seed in float32, on the CPU."""
+def new_drafter(
+    target: Any, training: TrainingConfig, target_name: str | None = None, rows: Sequence[TrainingRow] = ()
+) -> DFlowDrafter:
+    """A drafter with the run's seed in float32, on the CPU; `rows` decide what a reduced vocabulary holds."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         drafter = DFlowDrafter(drafter_config(target, training, target_name))
     drafter = drafter.float()
+    if training.draft_vocab_size is not None:
+        reduce_vocabulary(drafter, target, rows)
     if training.initialise_from_target:
         initialise_from_target(drafter, target)
     return drafter
+
+
+def reduce_vocabulary(drafter: DFlowDrafter, target: Any, rows: Sequence[TrainingRow]) -> None:
+    """Give the drafter's own head the target's rows of what the target wrote most often, and of its stop tokens."""
+    head = target.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or head.bias is not None or not head.weight.is_floating_point():
+        raise DFlowError(
+            f"a reduced draft vocabulary copies rows of the LM head, which {type(head).__name__} does not show as one "
+            'matrix without a bias; leave "draft_vocab_size" out.'
+        )
+    config = drafter.config
+    stops = target.generation_config.eos_token_id
+    written = [i for row in rows for start, end in row.spans for i in row.token_ids[start:end]]
+    token_ids = frequent_tokens(
+        [i for i in written if i < config.vocab_size],
+        config.draft_vocab_size,
+        config.vocab_size,
+        never=[config.mask_token_id],
+        always=stops if isinstance(stops, list) else [] if stops is None else [stops],
+    )
+    drafter.set_draft_vocabulary(token_ids, head.weight)
 
 
 def continued_drafter(drafter: DFlowDrafter, training: TrainingConfig) -> DFlowDrafter:

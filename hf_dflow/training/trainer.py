@@ -27,6 +27,7 @@ from hf_dflow.training.rounds import draft_round, next_round
 from hf_dflow.training.run_log import RunLog
 from hf_dflow.training.start import continued_drafter, drafter_config, initialise_from_target, new_drafter, resolve
 from hf_dflow.training.target import describe_target
+from hf_dflow.training.vocabulary import sayable_ids
 
 ADVICE = "use another output folder, or --from that checkpoint to start a new run with its weights"
 
@@ -82,7 +83,7 @@ class Trainer:
         self.target, self.rows, self.store, self.output = target.requires_grad_(False), rows, store, output
         self.prompts = (prompts or [])[: self.training.evaluate_prompts]
         if drafter is None:
-            drafter = new_drafter(target, self.training, target_name)
+            drafter = new_drafter(target, self.training, target_name, rows)
         else:
             drafter = continued_drafter(drafter, self.training)
         self.drafter = drafter.to(target.device).train()
@@ -95,8 +96,8 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(self.training.seed + 1_000_003 * self.accelerator.process_index)
         self.order = RowOrder(len(rows), self.training.seed)
         vocab_size = target.get_input_embeddings().weight.shape[0]
-        known = data_ids[data_ids < self.drafter.config.vocab_size]
-        self.candidates = CandidateVocabulary(known, vocab_size, self.training.other_candidates)
+        sayable = sayable_ids(self.drafter, vocab_size)
+        self.candidates = CandidateVocabulary(data_ids, vocab_size, self.training.other_candidates, sayable)
         self.head_owner = head_owner(self.drafter, target)
         self.update = self.rows_drawn = self.skipped = self.skipped_in_row = 0
         self.log = RunLog(output, self.training.updates, is_main=self.accelerator.is_main_process)
@@ -152,10 +153,11 @@ class Trainer:
 
     def _add_gradients(self, stage: Stage, sequences: Sequences, anchors: Anchors) -> list[torch.Tensor]:
         """Gradients of all rounds on some rows, added to what is there; returns the loss of each round."""
-        head = head_rows(self.drafter, self.head_owner, self.candidates.sample(self.generator))
+        candidate_ids = self.candidates.sample(self.generator)
         relayed, losses = None, []
         decay: Any = self.training.loss_decay  # resolved
         for round_index in range(1 + stage.relay_rounds):
+            head = head_rows(self.drafter, self.head_owner, candidate_ids)  # each round's gradient through its own rows
             with torch.autocast(self.target.device.type, torch.bfloat16, self.training.precision == "bfloat16"):
                 result = draft_round(self.drafter, self.target, sequences, anchors, relayed)
                 targets = slot_targets(
