@@ -72,13 +72,15 @@ def test_differences_are_paired_and_to_the_baseline():
 
 
 def test_seeds_of_a_prompt_are_one_item_of_the_bootstrap():
-    """Bug: every seed counts as a prompt of its own, and the interval shrinks with seeds that show nothing new."""
+    """Bug: every seed counts as a prompt, and seeds that show nothing new narrow the interval; or one seed wins."""
     once = [answer("chat", [i] * 4, [i] * 4, str(i), mode=BLOCK) for i in range(4)]
     thrice = [answer("chat", [i] * 4, [i] * 4, str(i), seed=s, mode=BLOCK) for i in range(4) for s in range(3)]
     narrow, wide = (evaluation.figures(some, "dflash") for some in (thrice, once))
     assert narrow["prompts"] == 4
     for key in ("tokens_per_step", "accepted_length_std"):
         assert narrow["contestants"]["dflow"][key] == wide["contestants"]["dflow"][key]
+    varied = [answer("chat", [s], [5 * s], seed=s, mode=BLOCK) for s in range(2)]
+    assert value(evaluation.figures(varied, "dflash"), "dflow") == 3.5
 
 
 def test_every_mode_and_task_has_its_own_figures():
@@ -189,6 +191,8 @@ def test_plan_runs_what_it_says(target):
     ]
     assert {one.prompt.text for one in answers} == {"one", "two"}, "whole prompts until it is over"
     assert [next(iter(answers[i].runs)) for i in (0, 5)] == ["dflash", "classic"], "who begins changes"
+    texts = [one.runs["dflash"].new_tokens for one in answers if one.mode == BLOCK]
+    assert len(set(map(tuple, texts))) == 4, "prompts and seeds draw numbers of their own"
     record = evaluation.as_record(answers, "dflash")
     assert evaluation.is_identical(record)
     assert 1.5 < value(record["modes"]["T=0"]["all"], "dflash") < 3.0

@@ -135,7 +135,7 @@ def test_processes_share_the_prompts(monkeypatch):
     numbers = []
 
     class Pool:
-        def __init__(self, processes):
+        def __init__(self, processes, **options):
             assert processes == 2
 
         def __enter__(self):

@@ -6,6 +6,7 @@ that none was trained on. One process, sized to a time; every stage is written d
 """
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -129,7 +130,9 @@ def evaluate(evaluation: Evaluation, prompts: list[Prompt], processes: int) -> d
         answers = decode_prompts(evaluation, numbered)
     else:
         shares = [numbered[i::processes] for i in range(processes)]
-        with torch.multiprocessing.get_context("spawn").Pool(processes) as pool:
+        threads = (max(1, (os.cpu_count() or 1) // processes),)
+        context = torch.multiprocessing.get_context("spawn")
+        with context.Pool(processes, initializer=torch.set_num_threads, initargs=threads) as pool:
             parts = pool.starmap(decode_prompts, [(evaluation, share) for share in shares if share])
         answers = [answer for part in parts for answer in part]
     pairs = [("dflow", "multi_round"), (RELAY_OFF, "multi_round"), ("dflow", RELAY_OFF)]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_dflow.generation._compat import capture_features
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.live import LiveFeatures
 
@@ -47,7 +48,7 @@ class ResidentFeatures(LiveFeatures):
             use_cache=False,
             logits_to_keep=0 if self.teacher_top_k else 1,
         )
-        features = torch.cat([output.hidden_states[i + 1] for i in self.layer_ids], dim=-1).to(self.dtype)
+        features = capture_features(output.hidden_states, self.layer_ids).to(device, self.dtype)
         for place, i in enumerate(batch):
             length = len(texts[place])
             kept = {"features": features[place, :length].clone()}  # a view would keep the padding of its batch
