@@ -71,6 +71,8 @@ class DFlowAttention(nn.Module):
         implementation = self.config._attn_implementation if is_dense else "flex_attention"
         if mask is not None and implementation == "eager":  # eager adds its mask
             mask = torch.zeros_like(mask, dtype=queries.dtype).masked_fill(~mask, torch.finfo(queries.dtype).min)
+        if not is_dense:  # which, unlike SDPA, does not bring the mixed dtypes of autocast together
+            queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
         output, _ = attend(self, queries, keys, values, mask, dropout=dropout, scaling=self.scaling, is_causal=False)

@@ -82,6 +82,18 @@ def test_a_bfloat16_target_relays_too():
     assert draft_round(drafter, target, sequences, following, relayed).hidden.isfinite().all()
 
 
+def test_a_block_may_reach_past_the_targets_last_position():
+    """Catches: an index error in a table of learned positions, near the end of a text as long as the table."""
+    target = tiny_target("gpt2", n_positions=sum(DOCUMENTS))
+    drafter = tiny_drafter(target, BLOCK, target_layer_ids=[0, 1])
+    sequences = rows(target, drafter, with_documents=False)
+    proposals = torch.ones(len(ANCHORS), BLOCK - 1, dtype=torch.long)
+    place = ANCHORS.index((0, 32))
+    found = proposal_features(drafter, target, sequences, anchors(), proposals)[place, :2]
+    expected = verified(target, drafter, sequences, place, proposals[:, :1])
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
 def test_the_context_is_computed_once():
     """Catches: every round running the target over the whole sequence again."""
     target = tiny_target("llama")

@@ -68,6 +68,9 @@ def proposal_features(
 
 
 def _forward(target, token_ids, *, attention_mask, position_ids, cache):
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None:  # slots past it, and padding, teach nothing, but a table of learned positions has no row
+        position_ids = position_ids.clamp(max=limit - 1)
     output = target(
         token_ids,
         attention_mask=attention_mask,
