@@ -17,6 +17,7 @@ from hf_dflow.training import commands as training
 app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True)
 
 DrafterOption = Annotated[Path | None, typer.Option("--drafter", help="Drafter folder; the bundled one by default.")]
+TinyOption = Annotated[bool, typer.Option("--tiny", help="Use the tiny pair that the package holds.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
 
 
@@ -30,6 +31,17 @@ def _errors_in_words() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+def _given_or_tiny(tiny: bool, target: str | None, drafter: str | Path | None):
+    """Target, drafter and prompts of the tiny pair, or what the options named."""
+    if not tiny:
+        return target, drafter, None
+    if target or drafter:
+        raise DFlowError("--tiny brings its own target and drafter; leave --target and --drafter out")
+    from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
+
+    return TINY_TARGET, TINY_DRAFTER, TINY_PROMPTS
+
+
 @app.command()
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -38,6 +50,7 @@ def demo(
         Path | None, typer.Option("--prompts", help='JSON file of {"task": ["prompt", …]}; three own ones by default.')
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 96,
+    tiny: TinyOption = False,
     threads: ThreadsOption = None,
 ) -> None:
     """Decode with SmolLM2-135M plainly, DFlash-style and with DFlow; exit code 1 if any text differs."""
@@ -47,8 +60,9 @@ def demo(
         from hf_dflow.bench.workloads import DEMO, read_prompts
 
         use_threads(threads)
-        workload = read_prompts(prompts or DEMO)
-        pair = load_pair(drafter=drafter)
+        target, own_drafter, own_prompts = _given_or_tiny(tiny, None, drafter)
+        workload = read_prompts(prompts or own_prompts or DEMO)
+        pair = load_pair(target, own_drafter)
         comparisons = bench.compare(pair, workload, max_new_tokens)
         record = bench.as_record(comparisons, **pair.describe(), max_new_tokens=max_new_tokens)
         if as_json:
@@ -65,6 +79,7 @@ def check(
     drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of its drafter; bundled by default.")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    tiny: TinyOption = False,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     threads: ThreadsOption = None,
 ) -> None:
@@ -80,7 +95,8 @@ def check(
         types = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
         if dtype not in types:
             raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(types)}")
-        workload = read_prompts(prompts or DEMO)
+        target, drafter, own_prompts = _given_or_tiny(tiny, target, drafter)
+        workload = read_prompts(prompts or own_prompts or DEMO)
         pair = load_pair(target, drafter, types[dtype])
         reports = []
         for prompt in workload:
@@ -91,6 +107,31 @@ def check(
             typer.echo("No draft was accepted, so this shows little: is it the drafter of this target?")
         if any(report.verdict == FAULT for report in reports):
             raise typer.Exit(1)
+
+
+@app.command()
+def probe(
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name of a target; SmolLM2 by default.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of its drafter; bundled by default.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
+    tiny: TinyOption = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything here.")] = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Say how much the reuse of rejected rows could win at most, for any DFlash or DFlow drafter, by task."""
+    with _errors_in_words():
+        from hf_dflow.bench import probe as bench
+        from hf_dflow.bench.runners import load_pair, use_threads
+        from hf_dflow.bench.workloads import HELD_OUT, read_prompts
+
+        use_threads(threads)
+        target, drafter, own_prompts = _given_or_tiny(tiny, target, drafter)
+        workload = read_prompts(prompts or own_prompts or HELD_OUT)
+        record = bench.probe_prompts(load_pair(target, drafter), workload, max_new_tokens)
+        bench.show(record, Console())
+        if json_path is not None:
+            json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 @app.command()

@@ -93,6 +93,6 @@ def _meaning(comparisons: list[Comparison]) -> str:
     result = "wrote exactly the target's own text" if is_identical else "DID NOT write the target's own text"
     return (
         f"DFlow {result} with {forwards['dflow']} target forwards; plain decoding needs {forwards['plain']}, the same "
-        f"loop without feedback (dflash) {forwards['dflash']}. A model of 135M parameters on a CPU shows such counts, "
-        "not speed: checking eight tokens costs a CPU more than computing one, on a GPU nearly the same."
+        f"loop without feedback (dflash) {forwards['dflash']}. Counts carry over to other machines, seconds do not: "
+        "checking eight tokens costs a CPU more than computing one, on a GPU nearly the same."
     )
