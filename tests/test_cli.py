@@ -121,7 +121,7 @@ def test_demo_prints_each_text_once_and_says_what_counts_mean(pair, prompts):
     assert result.stdout.count("[/markup]") == 2
     assert "one [bold]" in result.stdout
     assert "exactly the target's own text" in " ".join(result.stdout.split())
-    assert "not speed" in " ".join(result.stdout.split())
+    assert "seconds do not" in " ".join(result.stdout.split())
 
 
 def test_missing_package_is_explained_with_the_command(monkeypatch):
