@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from hf_dflow import DFlowDrafter
 from hf_dflow.cli import app
 from hf_dflow.training import checkpoint
+from hf_dflow.training.config import PRESETS
 
 ROOT = Path(__file__).parent.parent
 PROMPT_LENGTH, NEW_TOKENS = 4, 20
@@ -123,13 +125,17 @@ def test_features_made_when_needed_give_the_run_that_cached_ones_give(trained, f
     assert differing(*weights) == []
 
 
-def test_started_again_a_finished_run_only_saves_and_a_new_one_may_continue_from_it(trained, files, tmp_path):
+def test_started_again_a_finished_run_only_saves_and_a_new_one_may_continue_from_it(
+    trained, files, tmp_path, monkeypatch
+):
     """Catches: a second start that trains on, and `--from` that starts anew or forgets sizes."""
     output, _ = trained
     before = load_file(output / "drafter" / "model.safetensors")
     again = train(files, output, "--config", files / "training.json")
     assert again.exit_code == 0 and "resumed behind update 20 of 20" in again.output
     assert differing(before, load_file(output / "drafter" / "model.safetensors")) == []
+    quick = replace(PRESETS["cpu"], evaluate_every=0, evaluate_tokens=4)
+    monkeypatch.setitem(PRESETS, "cpu", quick)
     options = ("--from", output / "drafter", "--train-only", "relay", "--updates", 2, "--features", output / "features")
     result = train(files, tmp_path, *options)
     assert result.exit_code == 0, result.output

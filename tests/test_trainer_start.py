@@ -110,7 +110,7 @@ def test_new_drafter_fits_any_family_and_its_save_is_what_it_drafts_with(family,
     )
     training = resolve(open_run, target, data_ids)
     assert resolve(training, target, data_ids) == training
-    assert training.mask_token_id == MASK_TOKEN_ID and training.loss_decay == 4.0 and training.evaluate_every == 2
+    assert training.mask_token_id == MASK_TOKEN_ID and training.loss_decay == 4.0 and training.evaluate_every == 10
     assert training.initialise_from_target == (family in ("llama", "qwen3", "mistral_sliding"))
     drafter = new_drafter(target, training).eval()
     assert differing(drafter.state_dict(), new_drafter(target, training).state_dict()) == [], "a function of the seed"

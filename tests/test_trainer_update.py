@@ -47,8 +47,11 @@ def test_packed_rows_give_the_states_of_rows_apart():
     """Catches: packed documents at wrong places: an anchor in its neighbour, or positions that count on."""
     target = tiny_target("llama", dtype=torch.float32)
     drafter = tiny_drafter(target, 4, target_layer_ids=[0, 2])
-    rows = [*tiny_rows(4), *tiny_rows(2, seed=1)]
-    rows = [type(row)(row.token_ids[: 20 - 3 * i], row.prompt_length, "", 0.0) for i, row in enumerate(rows)]
+    lengths = (24, 15, 13, 11, 9, 8)
+    rows = [
+        type(row)(row.token_ids[:length], row.prompt_length, "", 0.0)
+        for row, length in zip(tiny_rows(7)[:0:-1], lengths, strict=True)
+    ]
     features = [
         torch.randn(len(row.token_ids), 64, generator=torch.Generator().manual_seed(i)) for i, row in enumerate(rows)
     ]
@@ -66,6 +69,7 @@ def test_packed_rows_give_the_states_of_rows_apart():
     assert one.labels.equal(other.labels) and bool((one.labels == -100).any())
     torch.testing.assert_close(other.hidden, one.hidden, rtol=0, atol=PACKING)
     places, starts = place_rows(rows, True)
+    assert any(start > 0 for start in starts), "a row that is not the first of its packed row"
     ends = [start + len(row.token_ids) for start, row in zip(starts, rows, strict=True)]
     for place in set(places):
         spans = sorted((starts[i], ends[i]) for i in range(len(rows)) if places[i] == place)

@@ -11,7 +11,6 @@ from test_reference import restless_pair
 from hf_dflow import DFlowError, DFlowGenerationConfig
 from hf_dflow.generation.drafting import DraftSession
 from hf_dflow.training.data import TrainingRow, read_rows, split_rows
-from hf_dflow.training.evaluate import tokens_per_step
 from hf_dflow.training.features import FeatureStore
 from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, slot_targets
 from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round, next_round
@@ -127,21 +126,6 @@ def test_labels_are_what_follows_the_anchor(decoded):
     labels = draft_round(drafter, target, sequences, anchors).labels
     assert labels[0].tolist() == sequences.token_ids[0, 11:15].tolist()
     assert labels[1].tolist() == [*sequences.token_ids[0, last - 1 : last + 1].tolist(), IGNORED, IGNORED]
-
-
-def test_walk_counts_as_decoding_does(decoded):
-    """Catches: an evaluation that walks the answer by other steps than decoding with the relay off."""
-    target, drafter, sequences, _ = decoded
-    config = DFlowGenerationConfig(
-        max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, use_relay=False
-    )
-    prompt = sequences.token_ids[:, :PROMPT_LENGTH]
-    statistics = target.generate(prompt, generation_config=config, assistant_model=drafter).statistics
-    row = TrainingRow(sequences.token_ids[0].tolist(), PROMPT_LENGTH, "", 0.0)
-    _, steps, first_right = tokens_per_step(drafter, target, row, sequences.features[0])
-    per_step = statistics.per_step_accepted
-    assert abs(steps - len(per_step)) <= 1  # the length limit may cut or drop the last step
-    assert abs(first_right - sum(a > 0 for a in per_step)) <= 1
 
 
 def test_candidate_softmax_is_the_full_one_when_all_are_candidates():

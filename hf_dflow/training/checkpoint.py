@@ -104,11 +104,9 @@ def read_state(folder: Path, expected: RunState, advice: str) -> RunState:
     except (OSError, ValueError, KeyError) as error:
         raise DFlowError(f"{folder} cannot be resumed: {STATE} is missing or damaged ({error}); {advice}") from error
     was, now = json.loads(json.dumps(found.identity)), json.loads(json.dumps(expected.identity))
-    for part in now:
-        if was.get(part) != now[part]:
-            raise DFlowError(
-                f"{folder} belongs to another run: {_difference(part, was.get(part), now[part])}; {advice}"
-            )
+    differences = [_difference(part, was.get(part), now[part]) for part in now]
+    if any(differences):
+        raise DFlowError(f"{folder} belongs to another run: {', '.join(filter(None, differences))}; {advice}")
     return found
 
 
@@ -165,10 +163,11 @@ def _save_quietly(drafter: DFlowDrafter, folder: Path) -> None:
 
 
 def _difference(part: str, was: Any, now: Any) -> str:
+    """In words, empty where there is none; a setting that an older version did not write counts as left open."""
     if isinstance(was, dict) and isinstance(now, dict):
         keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
         return ", ".join(f"{part} {key!r} was {was.get(key)!r} and is {now.get(key)!r}" for key in keys)
-    return f"{part} was {was!r} and is {now!r}"
+    return "" if was == now else f"{part} was {was!r} and is {now!r}"
 
 
 def _replace(partial: Path, folder: Path) -> None:

@@ -135,7 +135,8 @@ def train(
         max_length=max_length,
         held_out_share=held_out,
     )
-    typer.echo(report)
+    if report.is_main_process:
+        typer.echo(report)
 
 
 def _template_options(text: str | None) -> dict:

@@ -12,7 +12,6 @@ PRECISIONS = ("float32", "bfloat16")
 DTYPES = ("float32", "bfloat16", "float16")
 TRAIN_ONLY = (None, "relay")
 DECAY_OF_BLOCK = {8: 4.0, 10: 5.0, 16: 7.0}  # arXiv 2602.06036
-EVALUATIONS_PER_RUN = 10
 
 
 class TrainingConfigError(DFlowError, ValueError):
@@ -75,7 +74,8 @@ class TrainingConfig:
         save_every (`int`, *optional*, defaults to 100): Updates between checkpoints.
         keep_checkpoints (`int`, *optional*, defaults to 2): How many stay.
         log_every (`int`, *optional*, defaults to 10): Updates that one line of `log.jsonl` is the mean of.
-        evaluate_every (`int`, *optional*): Updates between decodings of held-out prompts; a tenth of the run. 0: never.
+        evaluate_every (`int`, *optional*): Updates between decodings of held-out prompts; a tenth of the run, 10 at
+            least. 0: never.
         evaluate_prompts, evaluate_tokens (`int`, *optional*, default to 8 and 48): How many, and new tokens for each.
     """
 

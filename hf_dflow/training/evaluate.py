@@ -1,4 +1,4 @@
-"""Tokens per step of a drafter in training: by decoding, and estimated from stored answers without decoding."""
+"""Tokens per step of a drafter in training, by decoding: a loss can look fine while drafts are refused."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ import torch
 
 from hf_dflow.generation.configuration import DFlowGenerationConfig
 from hf_dflow.modeling_dflow import DFlowDrafter
-from hf_dflow.training.rounds import Anchors, Sequences, draft_round
 
 
 @dataclass
@@ -80,32 +79,6 @@ def decode(
             for accepted in output.statistics.per_step_accepted:
                 histogram[accepted] += 1
     return DecodingCounts(len(prompts), histogram)
-
-
-@torch.no_grad()
-def tokens_per_step(drafter: DFlowDrafter, target: Any, row, features: torch.Tensor) -> tuple[int, int, int]:
-    """Walk one greedy answer as decoding would, relay off: one draft of every position and no target forward.
-
-    Args:
-        row (`TrainingRow`): An answer the target wrote greedily.
-        features (`torch.Tensor` of shape `(tokens, taps * target_hidden_size)`): Its features.
-
-    Returns:
-        `tuple[int, int, int]`: Tokens walked, steps taken, and steps whose first draft was right.
-    """
-    length = len(row.token_ids)
-    positions = torch.arange(row.prompt_length, length - 1)
-    sequences = Sequences(torch.tensor([row.token_ids]), torch.tensor([length]), features[None])
-    with _evaluating(drafter):
-        result = draft_round(drafter, target, sequences, Anchors(torch.zeros_like(positions), positions))
-    logits = drafter.compute_logits(result.hidden, target.get_output_embeddings())
-    accepted = (logits.argmax(-1) == result.labels).long().cumprod(dim=1).sum(dim=1).tolist()
-    at, steps, first_right = 0, 0, 0
-    while at < len(accepted):
-        first_right += accepted[at] > 0
-        at += accepted[at] + 1
-        steps += 1
-    return at, steps, first_right
 
 
 @contextmanager

@@ -37,6 +37,7 @@ class TrainingReport:
         folder (`Path`): The finished drafter, for `from_pretrained`.
         updates, skipped (`int`): Done, and of these without effect.
         relay_on, relay_off (`DecodingCounts`, *optional*): Held-out prompts decoded with the finished drafter.
+        is_main_process (`bool`): Of several processes, whether this is the one that decoded and saved.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class TrainingReport:
     skipped: int
     relay_on: DecodingCounts | None
     relay_off: DecodingCounts | None
+    is_main_process: bool
 
     def __str__(self) -> str:
         lines = [f"{self.updates} updates ({self.skipped} skipped); the drafter is in {self.folder}"]
@@ -129,7 +131,9 @@ def train(
     if trainer.resume():
         accelerator.print(f"resumed behind update {trainer.update} of {training.updates}")
     trainer.run()
-    report = TrainingReport(output / "drafter", trainer.update, trainer.skipped, None, None)
+    report = TrainingReport(
+        output / "drafter", trainer.update, trainer.skipped, None, None, accelerator.is_main_process
+    )
     if accelerator.is_main_process:
         if trainer.prompts:
             limits = trainer.prompts, training.evaluate_tokens

@@ -61,15 +61,19 @@ class RunLog:
         """Move the bar."""
         self.bar.update(self.task, completed=update, loss=f"{loss:.3f}")
 
-    def record(self, update: int, **values: Any) -> None:
-        """Write one line, and its numbers to TensorBoard; lists go there as `name/0`, `name/1`, …"""
+    def record(self, update: int, *, say: bool = False, **values: Any) -> None:
+        """Write one line, and its numbers to TensorBoard; lists go there as `name/0`, `name/1`, …
+
+        Args:
+            say (`bool`, *optional*, defaults to `False`): Print it even where a bar shows how the run goes.
+        """
         if not self.is_main:
             return
         with open(self.path, "a", encoding="utf-8") as log:
             log.write(json.dumps({"update": update, **values}) + "\n")
         if "tokens_per_step" in values:
             self.bar.update(self.task, tokens=f"{values['tokens_per_step']:.2f}")
-        if not self.console.is_terminal:
+        if say or not self.console.is_terminal:
             self.say(f"update {update}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()))
         for key, value in values.items() if self.writer is not None else ():
             numbers = {f"{key}/{i}": one for i, one in enumerate(value)} if isinstance(value, list) else {key: value}

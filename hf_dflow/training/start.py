@@ -10,11 +10,12 @@ import torch
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DFlowError
 from hf_dflow.modeling_dflow import DFlowDrafter
-from hf_dflow.training.config import DECAY_OF_BLOCK, EVALUATIONS_PER_RUN, TrainingConfig, TrainingConfigError
+from hf_dflow.training.config import DECAY_OF_BLOCK, TrainingConfig, TrainingConfigError
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.vocabulary import frequent_tokens
 
 DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_TAPS = 2, 8, 5
+EVALUATIONS_PER_RUN, FEWEST_BETWEEN_EVALUATIONS = 10, 10
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Rotary settings of a target's attention shape or modalities that a plain drafter does not have.
 FOREIGN_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
@@ -73,7 +74,7 @@ def resolve(
         nearest = min(DECAY_OF_BLOCK, key=lambda block: abs(block - filled["block_size"]))
         filled["loss_decay"] = DECAY_OF_BLOCK[nearest]
     if training.evaluate_every is None:
-        filled["evaluate_every"] = max(1, training.updates // EVALUATIONS_PER_RUN)
+        filled["evaluate_every"] = max(FEWEST_BETWEEN_EVALUATIONS, training.updates // EVALUATIONS_PER_RUN)
     resolved = replace(training, **filled)
     resolved.check()
     return resolved
@@ -129,7 +130,7 @@ def drafter_config(target: Any, training: TrainingConfig, target_name: str | Non
         output_head="target" if training.draft_vocab_size is None else "own",
         draft_vocab_size=training.draft_vocab_size,
         use_relay=training.use_relay,
-        relay_intermediate_size=training.relay_intermediate_size,
+        relay_intermediate_size=wanted["relay_intermediate_size"],
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,

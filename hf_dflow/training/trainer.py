@@ -242,7 +242,7 @@ class Trainer:
             return
         self.skipped += 1
         self.skipped_in_row += 1
-        self.log.record(self.update, skipped_because=update.skipped, skipped=self.skipped)
+        self.log.record(self.update, say=True, skipped_because=update.skipped, skipped=self.skipped)
         if self.skipped_in_row >= self.training.max_skips_in_row:
             raise DFlowError(
                 f"{self.skipped_in_row} updates in a row were skipped, the last because {update.skipped}. The weights "
