@@ -21,7 +21,7 @@ from hf_dflow.bench.lab.experiment import (
     train,
     write_answers,
 )
-from hf_dflow.bench.lab.report import read_results, summarise, summarise_tasks
+from hf_dflow.bench.lab.report import as_markdown, read_results, summarise, summarise_tasks
 from hf_dflow.bench.lab.target import (
     Clock,
     TargetRecipe,
@@ -217,7 +217,8 @@ def report(
         for folder in folders
     }
     text = json.dumps({"corpora": record, "conditions": run_conditions()}, indent=1)
-    typer.echo(text)
+    for name, one in record.items():
+        typer.echo(f"{name}\n\n{as_markdown(one)}\n")
     if json_path is not None:
         json_path.write_text(text + "\n", encoding="utf-8")
 

@@ -75,3 +75,32 @@ def _figure(rows: np.ndarray, ratio) -> dict[str, Any]:
         "value": float(ratio(*rows.sum(axis=1))),
         "interval_95": bootstrap_interval(rows.shape[1], lambda chosen: float(ratio(*rows[:, chosen].sum(axis=1)))),
     }
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    """The kinds of one corpus as a table, then its tasks, then temperature 1: as the documentation prints them."""
+    lines = ["| drafter | seeds | tokens per step | over DFlash of the same seeds |", "|---|---|---|---|"]
+    for kind, entry in record.items():
+        if isinstance(entry, dict) and "seeds" in entry:
+            by_seed = ", ".join(f"{value:.2f}" for value in entry["tokens_per_step_by_seed"])
+            cells = [kind, by_seed, _with_interval(entry["tokens_per_step"], ".2f"), _gain(entry)]
+            lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| task | re-convergence | rescue rate | largest gain | DFlash | DFlow | gain |", "|---" * 7 + "|"]
+    for task, entry in record["tasks"].items():
+        probe = [f"{entry['probe'][name]:.1%}" for name in ("re_convergence", "rescue_rate", "largest_gain")]
+        steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
+        lines.append("| " + " | ".join([task, *probe, *steps, _gain(entry["dflow"])]) + " |")
+    lines += ["", "| sampling | DFlash | DFlow | gain |", "|---|---|---|---|"]
+    for task, entry in record["sampled"].items():
+        steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
+        lines.append("| " + " | ".join([task, *steps, _gain(entry["dflow"])]) + " |")
+    return "\n".join(lines)
+
+
+def _gain(entry: dict[str, Any]) -> str:
+    return _with_interval(entry["gain_over_dflash"], "+.1%") if "gain_over_dflash" in entry else "–"
+
+
+def _with_interval(figure: dict[str, Any], form: str) -> str:
+    low, high = figure["interval_95"]
+    return f"{figure['value']:{form}} [{low:{form}}, {high:{form}}]"
