@@ -270,9 +270,8 @@ def run(*, output: Path | None = None, device: str = "cuda", budget: float = 330
         decoding="none: verification alone",
         dtype="bfloat16",
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu, interpreted: times mean nothing",
-        triton=triton.__version__,
-        cuda=torch.version.cuda,
     )
+    record["versions"].update(triton=triton.__version__, cuda=torch.version.cuda)
     record["gate"] = gate(plan, device)
     print(f"gate: {json.dumps(record['gate'])}")
     if record["gate"]["passed"]:

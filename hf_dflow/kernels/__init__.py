@@ -1,6 +1,7 @@
 """The public ops. The rest of the package imports them from here only, so that a backend is chosen in one place."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def verify_block(
     Raises:
         ValueError: See there; or "triton" cannot run here.
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "draft_ids": draft_ids,
         "draft_logits": draft_logits,
         "target_logits": target_logits,

@@ -80,7 +80,7 @@ def default_launches() -> dict[str, list[Launch]]:
         )
         return plan.launches
 
-    ragged = {
+    ragged: dict[str, Any] = {
         "lengths": meta(batch, dtype=torch.long),
         "temperature": meta(batch),
         "point_mass": meta(batch, num_drafts, dtype=torch.bool),
@@ -141,7 +141,14 @@ def _assembler_report(ptx: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "kernel.ptx"
         source.write_text(ptx)
-        options = ["-v", "--fmad=false", f"--gpu-name={name[1]}", source, "-o", Path(scratch) / "kernel.cubin"]
+        options: list[str | Path] = [
+            "-v",
+            "--fmad=false",
+            f"--gpu-name={name[1]}",
+            source,
+            "-o",
+            Path(scratch) / "kernel.cubin",
+        ]
         for assembler in sorted(folder.glob("ptxas*")):
             done = subprocess.run([assembler, *options], capture_output=True, text=True)
             text += done.stderr
