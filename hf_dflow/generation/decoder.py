@@ -17,7 +17,7 @@ from hf_dflow.generation.path import PathProcessor
 from hf_dflow.generation.records import Records
 from hf_dflow.generation.state import DecodeState, Emission
 from hf_dflow.generation.stopping import StopPlan
-from hf_dflow.generation.verification import Verification, Verifier, choose_rule
+from hf_dflow.generation.verification import Verification, Verifier, choose_backend, choose_rule
 from hf_dflow.modeling_dflow import DFlowDrafter
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,8 @@ class _Call:
         processors = copy.deepcopy(options.all_processors)  # what they learn belongs to this call
         self.acceptance_processors = processors
         self.stop = StopPlan(stopping_criteria, generation_config.max_length)
-        self.verifier = Verifier(choose_rule(self.do_sample, options, path), path, processors)
+        rule, backend = choose_rule(self.do_sample, options, path), choose_backend(options, model.device)
+        self.verifier = Verifier(rule, path, processors, backend)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.device = model.device
         self.session = DraftSession(

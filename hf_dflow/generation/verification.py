@@ -11,7 +11,7 @@ from hf_dflow.generation.acceptance import AcceptanceContext, AcceptanceProcesso
 from hf_dflow.generation.configuration import DFlowOptions
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.path import PathProcessor
-from hf_dflow.kernels import verify_block
+from hf_dflow.kernels import check_backend, verify_block
 
 # (new token ids [1, k], their score rows [1, k, V]) -> whether the sequence ends with the k-th, given that it did not
 # end before. Asked once for each token, as plain decoding asks its stopping criteria.
@@ -41,10 +41,11 @@ class Verifier:
         rule (`str`): "greedy", "token" or "block".
         path (`PathProcessor`): The call's logits processors.
         processors (`list[AcceptanceProcessor]`): The call's acceptance processors.
+        backend (`str`, *optional*, defaults to `"auto"`): Of `verify_block`.
     """
 
-    def __init__(self, rule: str, path: PathProcessor, processors: list[AcceptanceProcessor]):
-        self.rule, self.path = rule, path
+    def __init__(self, rule: str, path: PathProcessor, processors: list[AcceptanceProcessor], backend: str = "auto"):
+        self.rule, self.path, self.backend = rule, path, backend
         self.relaxing = [processor for processor in processors if processor.is_lossy]
 
     def __call__(
@@ -97,6 +98,7 @@ class Verifier:
             "target_logits": scores,
             "uniforms": uniforms,
             "rule": self.rule,
+            "backend": self.backend,
         }
         decision = verify_block(**arguments)
         if self.relaxing and draft_ids.shape[1]:
@@ -159,3 +161,17 @@ def choose_rule(do_sample: bool, options: DFlowOptions, path: PathProcessor) -> 
         )
     needs_token = path.is_lazy or any(processor.is_lossy for processor in options.all_processors)
     return options.verification or ("token" if needs_token else "block")
+
+
+def choose_backend(options: DFlowOptions, device: torch.device) -> str:
+    """What verifies the blocks of a call whose target is on `device`.
+
+    Raises:
+        UnsupportedGenerationError: Triton was asked for and cannot run there.
+    """
+    backend = options.kernel_backend or "auto"
+    try:
+        check_backend(backend, device)
+    except ValueError as error:
+        raise UnsupportedGenerationError(f"kernel_backend='{backend}': {error}") from error
+    return backend

@@ -1,11 +1,13 @@
 """The torch definition of each op: the contract that every other backend satisfies. Equations are in MATH.md."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 RULES = ("greedy", "token", "block")
+MOVED_TOGETHER = 256  # positions that compact_rows copies at once: what it needs beside the cache
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,13 @@ def verify_block(
     lengths: torch.Tensor | None = None,  # [B]
     point_mass: torch.Tensor | None = None,  # [B, N]
     acceptance_probs: torch.Tensor | None = None,  # [B, N]
+    temperature: torch.Tensor | None = None,  # [B]
     return_residual: bool = False,
 ) -> BlockDecision:
     """Decide how many drafts of each row to accept, and draw the bonus token.
 
     Under "token" and "block" the output law is the target's, provided that `draft_logits` is the law the drafts were
-    drawn from. Logits are final: temperature and every other processing come before. Nothing here waits for the
+    drawn from. Logits are final but for `temperature`: every other processing comes before. Nothing here waits for the
     device. A row whose target logits hold NaN or +inf gets an unspecified but valid decision.
 
     Args:
@@ -77,6 +80,8 @@ def verify_block(
             or recycled rather than sampled: a point mass at `draft_ids`, whatever `draft_logits` holds.
         acceptance_probs (`torch.Tensor` of shape `(batch, num_drafts)`, *optional*): **Lossy.** Used in place of the
             rule's own; the residual stays the rule's. For "greedy" they must be 0 or 1.
+        temperature (`torch.Tensor` of shape `(batch,)`, *optional*): Positive; divides the logits of both laws. Given
+            here it saves a pass over the logits. Ignored by "greedy".
         return_residual (`bool`, *optional*, defaults to `False`): Whether to fill `residual_probs`.
 
     Returns:
@@ -86,7 +91,17 @@ def verify_block(
         ValueError: Unknown rule, "token" or "block" without uniforms, "block" with `acceptance_probs`, or a shape that
             does not fit.
     """
-    _check_arguments(draft_ids, draft_logits, target_logits, uniforms, rule, lengths, point_mass, acceptance_probs)
+    check_arguments(
+        draft_ids,
+        draft_logits,
+        target_logits,
+        uniforms,
+        rule,
+        lengths,
+        point_mass,
+        acceptance_probs,
+        temperature,
+    )
     batch, num_drafts = draft_ids.shape
     slots = torch.arange(num_drafts, device=draft_ids.device)  # [N]
     if lengths is None:
@@ -96,6 +111,8 @@ def verify_block(
     if rule == "greedy":
         return _verify_greedy(draft_ids, target_logits, active, acceptance_probs, return_residual)
     assert uniforms is not None  # checked above
+    if temperature is not None:
+        target_logits, draft_logits = _scaled(target_logits, draft_logits, temperature)
 
     draft_ids = torch.where(active, draft_ids.long(), 0)  # ids beyond `lengths` may be out of range
     draft_probs, is_law = _draft_probs(draft_ids, draft_logits, target_logits, active, point_mass)
@@ -145,6 +162,43 @@ def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return _draw(probs.flatten(0, 1), uniforms.flatten())[0].view(uniforms.shape)
 
 
+@torch.no_grad()
+def compact_rows(states: Sequence[torch.Tensor], keep: torch.Tensor) -> torch.Tensor:
+    """Move kept positions together in place; see [`~hf_dflow.kernels.compact_rows`].
+
+    Args:
+        states (`Sequence[torch.Tensor]` of shape `(batch, heads, positions, width)`): Keys and values.
+        keep (`torch.BoolTensor` of shape `(batch, positions)`): Which positions to keep.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch,)`: How many positions each row has now.
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
+    sources, counts = kept_positions(states, keep)
+    for one in states:
+        for start in range(0, keep.shape[1], MOVED_TOGETHER):  # ascending: no source lies before its destination
+            moved = sources[:, None, start : start + MOVED_TOGETHER, None].expand(-1, one.shape[1], -1, one.shape[3])
+            one[:, :, start : start + MOVED_TOGETHER] = one.gather(2, moved)
+    return counts
+
+
+def kept_positions(states: Sequence[torch.Tensor], keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each position comes from `[B, T]` (from itself behind the kept ones), and how many are kept `[B]`."""
+    for one in states:
+        if keep.ndim != 2 or one.ndim != 4 or (one.shape[0], one.shape[2]) != tuple(keep.shape):
+            raise ValueError(
+                "`states` must have shape (batch, heads, positions, width) and `keep` (batch, positions); got "
+                f"{tuple(one.shape)} and {tuple(keep.shape)}."
+            )
+    keep = keep.bool()
+    counts = keep.sum(-1)
+    positions = torch.arange(keep.shape[1], device=keep.device)
+    kept = torch.where(keep, positions, keep.shape[1]).sort(dim=-1).values
+    return torch.where(positions < counts[:, None], kept, positions), counts
+
+
 def _verify_greedy(
     draft_ids: torch.Tensor,  # [B, N]
     target_logits: torch.Tensor,  # [B, N + 1, V]
@@ -162,6 +216,24 @@ def _verify_greedy(
     if return_residual:
         residual_probs = torch.zeros_like(target_logits[:, 0], dtype=dtype).scatter_(1, bonus_ids, 1.0)
     return BlockDecision(accepted_length, bonus_ids[:, 0], probs, residual_probs)
+
+
+def _scaled(
+    target_logits: torch.Tensor,  # [B, N + 1, V]
+    draft_logits: DraftLaw,
+    temperature: torch.Tensor,  # [B]
+) -> tuple[torch.Tensor, DraftLaw]:
+    """Both laws' logits over the row's temperature, in float32 or wider."""
+
+    def scaled(logits: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return logits.to(wide) / temperature[:, None, None].to(wide)
+
+    if isinstance(draft_logits, SparseLogits):
+        draft_logits = SparseLogits(draft_logits.ids, scaled(draft_logits.logits))
+    elif draft_logits is not None:
+        draft_logits = scaled(draft_logits)
+    return scaled(target_logits), draft_logits
 
 
 def _draft_probs(
@@ -245,7 +317,7 @@ def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.minimum(first_above, last_possible), (wide / cumulative[:, -1:]).to(weights.dtype)
 
 
-def _check_arguments(
+def check_arguments(
     draft_ids: torch.Tensor,
     draft_logits: DraftLaw,
     target_logits: torch.Tensor,
@@ -254,7 +326,13 @@ def _check_arguments(
     lengths: torch.Tensor | None,
     point_mass: torch.Tensor | None,
     acceptance_probs: torch.Tensor | None,
+    temperature: torch.Tensor | None,
 ) -> None:
+    """What every backend of `verify_block` refuses, in the same words.
+
+    Raises:
+        ValueError: See [`verify_block`].
+    """
     if rule not in RULES:
         raise ValueError(f"Unknown verification rule {rule!r}; choose one of {', '.join(map(repr, RULES))}.")
     if rule == "block" and acceptance_probs is not None:
@@ -276,6 +354,7 @@ def _check_arguments(
         "lengths": (lengths, (batch,)),
         "point_mass": (point_mass, (batch, num_drafts)),
         "acceptance_probs": (acceptance_probs, (batch, num_drafts)),
+        "temperature": (temperature, (batch,)),
     }
     if rule != "greedy":
         expected["uniforms"] = (uniforms, (batch, num_drafts + 1))
