@@ -16,7 +16,7 @@ OLDEST := .venv-oldest
 # An index listed in pip's settings may lack a package; pip calls that a warning, hence twice quiet.
 PIP := -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test test-oldest lint bench-loop clean
+.PHONY: help setup demo test test-oldest test-nightly lint bench-loop clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ test: $(VENV)/.stamp  ## all tests, newest supported transformers
 
 test-oldest: $(OLDEST)/.stamp  ## all tests, oldest supported transformers
 	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-nightly: $(VENV)/.stamp  ## all tests, and ten times as many random batches
+	HF_DFLOW_CASES=2000 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp  ## ruff and mypy
 	$(VENV)/bin/ruff check .

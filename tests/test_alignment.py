@@ -183,9 +183,9 @@ def test_control_shifted_by_one(monkeypatch, target, text, offset):
     """Control: a relay that is one slot off must be seen."""
     shift_left = feedback_module.shift_left
 
-    def shifted(rows, shift):
-        moved, _ = shift_left(torch.roll(rows, -offset, dims=1), shift)
-        return moved, shift_left(rows, shift)[1]
+    def shifted(rows, shift, lengths):
+        moved, _ = shift_left(torch.roll(rows, -offset, dims=1), shift, lengths)
+        return moved, shift_left(rows, shift, lengths)[1]
 
     monkeypatch.setattr(feedback_module, "shift_left", shifted)
     drafter = see_through_drafter(target)
@@ -205,7 +205,7 @@ def test_relay_is_replaced_never_accumulated(target, text):
     for (draft, verification), block in zip(watcher.steps, blocks[1:], strict=False):
         if draft.token_ids.shape[1] < FULL:
             break
-        feedback = feedback_module.make_feedback(draft, verification, with_logits=False)
+        feedback = feedback_module.make_feedback(draft, verification, [FULL], with_logits=False)
         session._mask_embeds = mask[None].expand(1, FULL, -1)
         expected = session._mask_embeds + session._relay_additions(feedback)
         assert torch.equal(block[:, 1:], expected)

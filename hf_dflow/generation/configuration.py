@@ -22,6 +22,7 @@ class DFlowOptions:
     num_draft_tokens: int | None = None
     acceptance_threshold: float | None = None
     acceptance_processors: list[AcceptanceProcessor] | None = None
+    seeds: list[int] | None = None
 
     @property
     def all_processors(self) -> list[AcceptanceProcessor]:
@@ -50,6 +51,9 @@ class DFlowGenerationConfig(GenerationConfig):
         acceptance_threshold (`float`, *optional*):
             **Lossy.** Also accept a draft whose target probability is at least this.
         acceptance_processors (`list[AcceptanceProcessor]`, *optional*): See [`AcceptanceProcessor`]. Not serialised.
+        seeds (`list[int]`, *optional*):
+            One seed for each sequence that is sampled. A row says the same with the same seed, whatever its neighbours
+            in the batch are. Without it, seeds s, s + 1, … follow from one draw of torch's global generator.
     """
 
     def __init__(self, **kwargs):
@@ -109,9 +113,15 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
             f"acceptance_processors={given!r}; give a list of AcceptanceProcessor objects. A LogitsProcessor goes into "
             "generate's own logits_processor."
         )
+    if options.seeds is not None and not _are_seeds(options.seeds):
+        raise UnsupportedGenerationError(f"seeds={options.seeds!r}; give a list of integers from 0 to 2**63 - 1.")
     lossy = [type(processor).__name__ for processor in options.all_processors if processor.is_lossy]
     if lossy and options.verification == "block":
         raise UnsupportedGenerationError(
             f"{', '.join(lossy)} relaxes acceptance token by token, which block verification does not have; "
             "use verification='token'."
         )
+
+
+def _are_seeds(seeds: Any) -> bool:
+    return isinstance(seeds, list | tuple) and all(type(seed) is int and 0 <= seed < 2**63 for seed in seeds)
