@@ -58,7 +58,7 @@ class ScriptedDrafter(DFlowDrafter):
             step = len(self.anchors[row])
             self.anchors[row].append(positions[0])
             marks.append([[row, position, slot, step] for slot, position in enumerate(positions)])
-        return torch.cat([hidden, torch.tensor(marks, dtype=hidden.dtype)], dim=-1)
+        return torch.cat([hidden, torch.tensor(marks, dtype=hidden.dtype, device=hidden.device)], dim=-1)
 
     def compute_logits(self, hidden, target_head):
         logits = super().compute_logits(hidden[..., :-4], target_head)

@@ -6,7 +6,8 @@ import torch
 
 from hf_dflow import AcceptanceProcessor, DFlowGenerationConfig
 from hf_dflow.generation import feedback as feedback_module
-from hf_dflow.generation.drafting import DraftSession
+from hf_dflow.generation.drafting import DraftBlock, DraftSession
+from hf_dflow.generation.verification import Verification
 
 BLOCK_SIZE = 6
 FULL = BLOCK_SIZE - 1
@@ -153,6 +154,39 @@ def test_a_verified_prefix_feeds_its_own_rows_only(target, text, num_draft_token
         fed = num_draft_tokens - int(step[1].accepted_length)
         if step[0].token_ids.shape[1] == num_draft_tokens:
             assert is_plain.tolist() == [False] * fed + [True] * (FULL - fed)
+
+
+@pytest.mark.parametrize("lengths", [[5, 2, 0, 3], [1, 1, 1, 0]])
+def test_feedback_of_a_row_is_what_it_would_be_alone(lengths):
+    """Bug: slots of a row that verified fewer drafts than its neighbours fed by rows that mean nothing."""
+    generator = torch.Generator().manual_seed(0)
+    num_drafts, rows = max(lengths), len(lengths)
+    counts = torch.tensor(lengths)
+    draft = DraftBlock(
+        token_ids=torch.randint(60, (rows, num_drafts), generator=generator),
+        logits=torch.randn(rows, num_drafts, 8, generator=generator),
+        is_finite=torch.ones(rows, dtype=torch.bool),
+        lengths=counts,
+    )
+    for accepted in (counts, counts // 2, counts * 0):
+        verification = Verification(
+            accepted_length=accepted,
+            bonus_ids=torch.arange(rows),
+            raw_logits=torch.randn(rows, num_drafts + 1, 8, generator=generator),
+            scores=torch.zeros(rows, num_drafts + 1, 8),
+            features=torch.randn(rows, num_drafts + 1, 6, generator=generator),
+            is_number=torch.ones(rows, dtype=torch.bool),
+        )
+        together = feedback_module.make_feedback(draft, verification, lengths, with_logits=True)
+        for row, length in enumerate(lengths):
+            own = draft.row(row, length), verification.row(row, length)
+            alone = feedback_module.make_feedback(*own, [length], with_logits=True)
+            found = together.row(row)
+            assert (found is None) == (alone is None) == (length == 0)
+            assert int(together.is_fed[row].sum()) == length - int(accepted[row])
+            if alone is not None:
+                for field in ("features", "is_fed", "bonus_ids", "rejected_ids", "target_logits", "draft_logits"):
+                    assert torch.equal(getattr(found, field), getattr(alone, field)), field
 
 
 def record_blocks(drafter) -> list[torch.Tensor]:

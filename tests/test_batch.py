@@ -149,6 +149,21 @@ def test_a_finished_row_leaves_the_batch(forwards):
     assert statistics.num_output_tokens == sum(row.num_output_tokens for row in statistics.per_row)
 
 
+def test_rows_stay_themselves_when_a_neighbour_leaves():
+    """B4: states, context or feedback of the row that left handed to one that stays."""
+    rows = [1, 0, 3]
+    eos = [next(token for token in said(1, NEW_TOKENS)[3:] if token not in said(0, NEW_TOKENS))]
+    options = {"eos_token_id": eos, "pad_token_id": 0}
+    output = generate(rows, following(NudgedDrafter, rows, NEW_TOKENS), NEW_TOKENS, **options)
+    assert len(said(1, NEW_TOKENS, eos)) < NEW_TOKENS
+    assert_not_vacuous(output.statistics)
+    for i, row in enumerate(rows):
+        alone = generate([row], following(NudgedDrafter, [row], NEW_TOKENS), NEW_TOKENS, **options)
+        expected = alone.sequences[0, LENGTHS[row] :].tolist()
+        assert new_tokens_of(output, i, rows)[: len(expected)] == expected
+        assert output.statistics.per_row[i].per_step_accepted == alone.statistics.per_step_accepted
+
+
 def three_endings() -> tuple[list[int], list[int]]:
     """Rows and two EOS: the first row ends inside its first block, the second at that block's bonus, the third never.
 

@@ -7,6 +7,7 @@ import torch
 from batches import LENGTHS, SLACK, padded, prompt, target_of
 from kit import (
     VOCAB_SIZE,
+    NudgedDrafter,
     PatternDrafter,
     RecordingStreamer,
     assert_not_vacuous,
@@ -83,8 +84,8 @@ OPTIONS = {
 }
 
 
-def drafter_for(texts, **attributes):
-    drafter = tiny_drafter(target_of(), 8, drafter_class=PatternDrafter)
+def drafter_for(texts, drafter_class=PatternDrafter):
+    drafter = tiny_drafter(target_of(), 8, drafter_class=drafter_class)
     drafter.pattern, drafter.offset = [5, 1, 0, 3], 1
     return drafter.follow_rows([(text[WIDTH - LENGTHS[row] :], LENGTHS[row]) for text, row in zip(texts, ROWS)])  # noqa: B905
 
@@ -239,35 +240,38 @@ class Learns(AcceptanceProcessor):
         assert draft_logits.shape[0] == 1 and (feedback is None or feedback.is_fed.shape[0] == 1)
         if feedback is not None:
             stale = torch.where(feedback.is_fed[..., None], feedback.target_logits, 0.0).mean(dim=1)
-            draft_logits = draft_logits + 0.3 * stale[:, None]
+            draft_logits = draft_logits + 0.05 * stale[:, None]
         return draft_logits - self.rejected
 
     def observe(self, draft, verification):
         assert draft.token_ids.shape[0] == verification.scores.shape[0] == 1
-        self.rejected[draft.token_ids[0, int(verification.accepted_length) :]] += 0.5
+        self.rejected[draft.token_ids[0, int(verification.accepted_length) :]] += 0.4
 
 
 def test_acceptance_processors_learn_one_row():
     """What is learned online shared by rows: acceptance, and with sampling the text, depend on the neighbours."""
-    config = {"acceptance_processors": [Learns()], "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-    config |= {"return_dict_in_generate": True, "do_sample": False}
     texts = [alone(row, NEW_TOKENS + SLACK) for row in range(3)]
 
-    def run(ids, mask, drafter):
-        return target_of().generate(
-            ids, attention_mask=mask, assistant_model=drafter, generation_config=DFlowGenerationConfig(**config)
-        )
+    def run(ids, mask, drafter, processors):
+        drafter.nudge = 3.5
+        config = DFlowGenerationConfig(
+            acceptance_processors=processors, max_new_tokens=NEW_TOKENS, pad_token_id=0, do_sample=False,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        return target_of().generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config)
 
-    together = run(IDS, MASK, drafter_for(texts))
+    together = run(IDS, MASK, drafter_for(texts, NudgedDrafter), [Learns()])
     assert_not_vacuous(together.statistics)
+    lengths = [row.per_step_accepted for row in together.statistics.per_row]
     for row in range(3):
         one = slice(row, row + 1)
-        drafter = drafter_for(texts)
+        drafter = drafter_for(texts, NudgedDrafter)
         drafter.follow(texts[row][WIDTH - LENGTHS[ROWS[row]] :], LENGTHS[ROWS[row]])
-        drafter.pattern = [drafter.pattern[(step + row) % 4] for step in range(4)]
-        own = run(IDS[one], MASK[one], drafter)
-        assert own.statistics.per_step_accepted == together.statistics.per_row[row].per_step_accepted
+        own = run(IDS[one], MASK[one], drafter, [Learns()])
+        assert own.statistics.per_step_accepted == lengths[row]
         assert torch.equal(own.sequences[0], together.sequences[row])
+    without = run(IDS, MASK, drafter_for(texts, NudgedDrafter), None)
+    assert [row.per_step_accepted for row in without.statistics.per_row] != lengths
 
 
 def test_threshold_in_a_batch():
