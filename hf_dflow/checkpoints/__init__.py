@@ -96,8 +96,8 @@ def _read_config(source: str, hub_options: dict[str, Any]) -> tuple[dict[str, An
     except OSError as error:
         if isinstance(error.__cause__, GatedRepoError):
             raise OSError(
-                f"{source} is a gated repository: ask for access on its page, then pass token=… or log in with `hf auth "
-                "login`."
+                f"{source} is a gated repository: ask for access on its page, then pass token=… or log in with "
+                "`hf auth login`."
             ) from error
         raise
     if file is None:

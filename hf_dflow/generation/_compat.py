@@ -49,8 +49,10 @@ def holds_holes(model: PreTrainedModel, cache: Cache) -> bool:
     layers = [*DynamicCache(config=config).layers, *cache.layers]
     if not all(type(layer) is DynamicLayer or type(layer).__name__ == "DummyLayer" for layer in layers):
         return False
-    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
-    if prepare is not GenerationMixin.prepare_inputs_for_generation or getattr(config, "alibi", False):
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        if getattr(getattr(model, name), "__func__", None) is not getattr(GenerationMixin, name):
+            return False
+    if getattr(config, "alibi", False):
         return False
     return {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters)
 

@@ -81,6 +81,8 @@ class DFlowDecoder:
             streamer = own_streamer
             streamer.put(input_ids.cpu())
 
+        warnings = Warnings()
+
         def decode(some: list[Row], kwargs: dict[str, Any]) -> DecodeState:
             call = _Call(
                 model=model,
@@ -90,6 +92,7 @@ class DFlowDecoder:
                 rule=rule,
                 generation_config=generation_config,
                 streamer=streamer,
+                warnings=warnings,
                 batch_size=len(some),
             )
             return call.run(some, kwargs)
@@ -110,12 +113,13 @@ class _Call:
         rule: str,
         generation_config: GenerationConfig,
         streamer,
+        warnings: Warnings,
         batch_size: int,
     ):
         self.model, self.drafter, self.options, self.stop = model, drafter, options, stop
         self.config, self.streamer, self.device = generation_config, streamer, model.device
         self.do_sample = bool(generation_config.do_sample)
-        self.verifier, self.warnings = Verifier(rule), Warnings()
+        self.verifier, self.warnings = Verifier(rule), warnings
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.session = DraftSession(
             drafter,
@@ -225,7 +229,7 @@ class _Call:
             lengths,
             draft,
             outputs.logits[:, -num_drafts - 1 :].to(self.device),
-            features,
+            features.to(self.device),
             uniforms,
             lambda row, new_ids, scores: self.stop.ends(row.ids, new_ids, row.records.scores_with(scores)),
         )

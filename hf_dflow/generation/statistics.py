@@ -16,7 +16,7 @@ class AcceptanceStatistics:
     Args:
         per_step_accepted (`list[int]`): Accepted drafts that entered the output, each step; the bonus is not counted.
         per_step_drafted (`list[int]`): Drafts verified, each step.
-        num_target_forwards (`int`): Forwards of the target, prefill included.
+        num_target_forwards (`int`): Forwards of the target, prefill included; in chunks it counts once.
         num_draft_forwards (`int`): Forwards of the drafter.
         num_output_tokens (`int`): Tokens that entered the output.
         verification (`str`): The rule: "greedy", "token" or "block".
