@@ -16,7 +16,7 @@ OLDEST := .venv-oldest
 # An index listed in pip's settings may lack a package; pip calls that a warning, hence twice quiet.
 PIP := -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test test-oldest lint bench-loop clean
+.PHONY: help setup demo test test-oldest test-nightly lint bench-loop bench-batch clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ test: $(VENV)/.stamp  ## all tests, newest supported transformers
 test-oldest: $(OLDEST)/.stamp  ## all tests, oldest supported transformers
 	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
 
+test-nightly: $(VENV)/.stamp  ## all tests, and ten times as many random batches
+	HF_DFLOW_CASES=2000 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
 lint: $(VENV)/.stamp  ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -39,6 +42,9 @@ lint: $(VENV)/.stamp  ## ruff and mypy
 
 bench-loop: $(VENV)/.stamp  ## the loop against transformers' own DFlash loop; run it when nothing else runs
 	$(VENV)/bin/python -m hf_dflow.bench.loop
+
+bench-batch: $(VENV)/.stamp  ## a batch of 8 against eight single runs; run it when nothing else runs
+	$(VENV)/bin/python -m hf_dflow.bench.batch
 
 clean:  ## remove both virtual environments
 	rm -rf $(VENV) $(OLDEST)

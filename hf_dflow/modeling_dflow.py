@@ -273,17 +273,21 @@ class DFlowDrafter(PreTrainedModel):
         config = self.config
         sliding = config.layer_types[layer_idx] == "sliding_attention"
         causal = config.sliding_is_causal if sliding else config.full_is_causal
-        reach = config.window_reach if sliding else None
-        if not causal and (reach is None or key_length - 1 <= reach):
+        if not causal and (not sliding or key_length - 1 <= config.window_reach):
             return None
         queries = torch.arange(key_length - query_length, key_length, device=device)[:, None]
-        distance = queries - torch.arange(key_length, device=device)[None, :]
+        return self.visible(layer_idx, queries - torch.arange(key_length, device=device))[None, None]
+
+    def visible(self, layer_idx: int, distance: torch.Tensor) -> torch.Tensor:
+        """Whether a query may look at a key `distance` positions before it; negative is behind it. Any shape."""
+        config = self.config
+        sliding = config.layer_types[layer_idx] == "sliding_attention"
         visible = torch.ones_like(distance, dtype=torch.bool)
-        if causal:
+        if config.sliding_is_causal if sliding else config.full_is_causal:
             visible &= distance >= 0
-        if reach is not None:
-            visible &= distance.abs() <= reach
-        return visible[None, None]
+        if sliding:
+            visible &= distance.abs() <= config.window_reach
+        return visible
 
     def forward(
         self,

@@ -135,7 +135,7 @@ class Loop:
     def __init__(self, monkeypatch, target, drafter, *, alter=None, max_new_tokens: int = 16, **options):
         self.target, self.drafter, self.alter = target, drafter, alter or (lambda arguments: arguments)
         self.config = DFlowGenerationConfig(**{**PLAIN, "max_new_tokens": max_new_tokens, "pad_token_id": 0, **options})
-        monkeypatch.setattr(decoder._Call, "_uniforms", lambda call, num_drafts: self._uniforms(num_drafts))
+        monkeypatch.setattr(decoder._Call, "_uniforms", lambda call, rows, lengths: self._uniforms(max(lengths)))
         monkeypatch.setattr(drafting, "draw_tokens", self._draw)
         monkeypatch.setattr(verification, "verify_block", self._verify)
 

@@ -7,41 +7,69 @@ alone (`follow`) and decide by absolute position what to propose. Tests import t
 import torch
 
 from hf_dflow import DFlowDrafter
+from hf_dflow.generation.drafting import DraftSession
+
+_draft = DraftSession.draft
+
+
+def _draft_and_tell(session, rows, *args):
+    """A drafter is not told which row is which; scripts need to know, as rows that have ended leave the batch."""
+    if isinstance(session.drafter, ScriptedDrafter):
+        session.drafter.drafting_rows = [row.index for row in rows]
+    return _draft(session, rows, *args)
+
+
+DraftSession.draft = _draft_and_tell
 
 
 class ScriptedDrafter(DFlowDrafter):
-    """Runs the real forward, then lets `scripted_logits` rewrite the logits by absolute position.
+    """Runs the real forward, then lets `scripted_logits` rewrite the logits by row and absolute position.
 
-    Position and call number travel in two extra channels of the draft states, so that a script needs no state of its
+    Row, position and step number travel in extra channels of the draft states, so that a script needs no state of its
     own between `draft_hidden` and `compute_logits`. Padding is not counted in positions.
     """
 
     def follow(self, sequence, prompt_length: int = 1):
         """Tell the script the whole text, as a list or a `[1, T]` tensor of ids without padding. Returns `self`."""
-        self.sequence = torch.as_tensor(sequence).flatten().tolist()
-        self.prompt_length = prompt_length
-        self.anchor_positions: list[int] = []  # one for each drafter forward since then
-        if self.config.mask_token_id in self.sequence[prompt_length:]:
-            raise ValueError("the followed text holds the mask token, which no drafter may propose")
+        return self.follow_rows([(sequence, prompt_length)])
+
+    def follow_rows(self, texts):
+        """Tell the script `(sequence, prompt_length)` of each row of a batch. Returns `self`."""
+        self.sequences = [torch.as_tensor(sequence).flatten().tolist() for sequence, _ in texts]
+        self.prompt_lengths = [prompt_length for _, prompt_length in texts]
+        self.drafting_rows = [0]
+        self.anchors: list[list[int]] = [[] for _ in texts]  # positions, one for each drafter forward of a row
+        for sequence, start in zip(self.sequences, self.prompt_lengths, strict=True):
+            if self.config.mask_token_id in sequence[start:]:
+                raise ValueError("the followed text holds the mask token, which no drafter may propose")
         return self
+
+    @property
+    def anchor_positions(self) -> list[int]:
+        """Of the only row."""
+        return self.anchors[0]
 
     def draft_hidden(self, block_embeds, position_ids, extend, mask_for):
         hidden = super().draft_hidden(block_embeds, position_ids, extend, mask_for)
-        anchor = int(position_ids[0, 0])
-        if anchor == self.prompt_length:  # the first step of a call
-            self.anchor_positions = []
-        step = torch.full_like(position_ids, len(self.anchor_positions))
-        self.anchor_positions.append(anchor)
-        marks = torch.stack([position_ids, torch.arange(len(position_ids[0])).expand_as(position_ids), step], dim=-1)
-        return torch.cat([hidden, marks.to(hidden.dtype)], dim=-1)
+        marks = []
+        for row, positions in zip(self.drafting_rows, position_ids.tolist(), strict=True):
+            if positions[0] == self.prompt_lengths[row]:  # the first step of a call
+                self.anchors[row] = []
+            step = len(self.anchors[row])
+            self.anchors[row].append(positions[0])
+            marks.append([[row, position, slot, step] for slot, position in enumerate(positions)])
+        return torch.cat([hidden, torch.tensor(marks, dtype=hidden.dtype, device=hidden.device)], dim=-1)
 
     def compute_logits(self, hidden, target_head):
-        logits = super().compute_logits(hidden[..., :-3], target_head)
-        for row in range(logits.shape[0]):
-            for i, (position, slot, step) in enumerate(hidden[row, :, -3:].long().tolist()):
-                right = self.sequence[position] if position < len(self.sequence) else 0
-                logits[row, i] = self.scripted_logits(logits[row, i], right, slot=slot, step=step)
+        logits = super().compute_logits(hidden[..., :-4], target_head)
+        for i, marks in enumerate(hidden[..., -4:].long().tolist()):
+            for j, (row, position, slot, step) in enumerate(marks):
+                sequence = self.sequences[row]
+                right = sequence[position] if position < len(sequence) else 0
+                logits[i, j] = self.scripted_logits(logits[i, j], right, slot=slot, step=step + self.offset * row)
         return logits
+
+    offset = 0  # how many steps each row's script is ahead of the row before
 
     def scripted_logits(self, logits: torch.Tensor, right: int, *, slot: int, step: int) -> torch.Tensor:
         """Logits `[V]` of one slot (1 is the first draft), given the real ones and the followed text's token."""

@@ -6,7 +6,8 @@ import torch
 
 from hf_dflow import AcceptanceProcessor, DFlowGenerationConfig
 from hf_dflow.generation import feedback as feedback_module
-from hf_dflow.generation.drafting import DraftSession
+from hf_dflow.generation.drafting import DraftBlock, DraftSession
+from hf_dflow.generation.verification import Verification
 
 BLOCK_SIZE = 6
 FULL = BLOCK_SIZE - 1
@@ -155,6 +156,39 @@ def test_a_verified_prefix_feeds_its_own_rows_only(target, text, num_draft_token
             assert is_plain.tolist() == [False] * fed + [True] * (FULL - fed)
 
 
+@pytest.mark.parametrize("lengths", [[5, 2, 0, 3], [1, 1, 1, 0]])
+def test_feedback_of_a_row_is_what_it_would_be_alone(lengths):
+    """Bug: slots of a row that verified fewer drafts than its neighbours fed by rows that mean nothing."""
+    generator = torch.Generator().manual_seed(0)
+    num_drafts, rows = max(lengths), len(lengths)
+    counts = torch.tensor(lengths)
+    draft = DraftBlock(
+        token_ids=torch.randint(60, (rows, num_drafts), generator=generator),
+        logits=torch.randn(rows, num_drafts, 8, generator=generator),
+        is_finite=torch.ones(rows, dtype=torch.bool),
+        lengths=counts,
+    )
+    for accepted in (counts, counts // 2, counts * 0):
+        verification = Verification(
+            accepted_length=accepted,
+            bonus_ids=torch.arange(rows),
+            raw_logits=torch.randn(rows, num_drafts + 1, 8, generator=generator),
+            scores=torch.zeros(rows, num_drafts + 1, 8),
+            features=torch.randn(rows, num_drafts + 1, 6, generator=generator),
+            is_number=torch.ones(rows, dtype=torch.bool),
+        )
+        together = feedback_module.make_feedback(draft, verification, lengths, with_logits=True)
+        for row, length in enumerate(lengths):
+            own = draft.row(row, length), verification.row(row, length)
+            alone = feedback_module.make_feedback(*own, [length], with_logits=True)
+            found = together.row(row)
+            assert (found is None) == (alone is None) == (length == 0)
+            assert int(together.is_fed[row].sum()) == length - int(accepted[row])
+            if alone is not None:
+                for field in ("features", "is_fed", "bonus_ids", "rejected_ids", "target_logits", "draft_logits"):
+                    assert torch.equal(getattr(found, field), getattr(alone, field)), field
+
+
 def record_blocks(drafter) -> list[torch.Tensor]:
     """The input embeddings `[1, L, H]` of every draft forward from now on."""
     blocks, forward = [], drafter.draft_hidden
@@ -183,9 +217,9 @@ def test_control_shifted_by_one(monkeypatch, target, text, offset):
     """Control: a relay that is one slot off must be seen."""
     shift_left = feedback_module.shift_left
 
-    def shifted(rows, shift):
-        moved, _ = shift_left(torch.roll(rows, -offset, dims=1), shift)
-        return moved, shift_left(rows, shift)[1]
+    def shifted(rows, shift, lengths):
+        moved, _ = shift_left(torch.roll(rows, -offset, dims=1), shift, lengths)
+        return moved, shift_left(rows, shift, lengths)[1]
 
     monkeypatch.setattr(feedback_module, "shift_left", shifted)
     drafter = see_through_drafter(target)
@@ -205,7 +239,7 @@ def test_relay_is_replaced_never_accumulated(target, text):
     for (draft, verification), block in zip(watcher.steps, blocks[1:], strict=False):
         if draft.token_ids.shape[1] < FULL:
             break
-        feedback = feedback_module.make_feedback(draft, verification, with_logits=False)
+        feedback = feedback_module.make_feedback(draft, verification, [FULL], with_logits=False)
         session._mask_embeds = mask[None].expand(1, FULL, -1)
         expected = session._mask_embeds + session._relay_additions(feedback)
         assert torch.equal(block[:, 1:], expected)

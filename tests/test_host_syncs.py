@@ -123,6 +123,36 @@ def test_one_wait_in_a_step(waits, name):
     assert sum(long.values()) > 0  # the one wait is seen, so the counter works
 
 
+@pytest.mark.parametrize("name", ["greedy", "block verification", "prefix processors", "no relay"])
+def test_one_wait_in_a_step_of_a_batch(waits, name):
+    """Catches a wait for each row, and one for the rows' lengths, holes or ends."""
+    target = tiny_target(attention="sdpa")
+    drafter = tiny_drafter(target, 6)
+    options = dict(SETTINGS[name])
+    drafter.config.generation_defaults = {
+        key: options.pop(key) for key in ("verification", "use_relay") if key in options
+    }
+    prompts = torch.cat([prompt_of(9, seed) for seed in range(3)])
+
+    def call(new_tokens):
+        return target.generate(
+            prompts,
+            assistant_model=drafter,
+            speculation_type="dflow",
+            max_new_tokens=new_tokens,
+            return_dict_in_generate=True,
+            **options,
+        ).statistics
+
+    torch.manual_seed(0)
+    short, short_steps = _waits_and_steps(waits, lambda: call(8))
+    torch.manual_seed(0)
+    long, long_steps = _waits_and_steps(waits, lambda: call(40))
+    assert long_steps > short_steps + 10
+    added = long - short
+    assert 0 < sum(added.values()) <= ALLOWED_PER_STEP * (long_steps - short_steps), added
+
+
 def test_accepted_lengths_and_results_change_nothing(waits):
     """Catches a wait for each accepted draft, and statistics that ask the device once more."""
     target, prompt = tiny_target(), prompt_of(9)

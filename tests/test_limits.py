@@ -16,12 +16,10 @@ from kit import (
     tiny_drafter,
     tiny_target,
 )
-from transformers import LogitsProcessorList
 
 from hf_dflow import DFlowDrafter
 from hf_dflow.errors import DrafterConfigError
 from hf_dflow.generation.drafting import DraftSession
-from hf_dflow.generation.path import PathProcessor
 
 PROMPT = prompt_of(20)
 PATTERN = [3, 0, 7, 1, 5]
@@ -92,7 +90,7 @@ class ObservedDrafter(PatternDrafter):
         return super().draft_hidden(block_embeds, position_ids, extend, mask_for)
 
     def compute_logits(self, hidden, target_head):
-        self.observed[-1].append(DFlowDrafter.compute_logits(self, hidden[..., :-3], target_head).clone())
+        self.observed[-1].append(DFlowDrafter.compute_logits(self, hidden[..., :-4], target_head).clone())
         return super().compute_logits(hidden, target_head)
 
 
@@ -193,13 +191,11 @@ def test_sliding_drafter_sees_its_window_and_no_more(is_inclusive):
             target.get_input_embeddings(),
             target.get_output_embeddings(),
             vocab_size=64,
-            path=PathProcessor(LogitsProcessorList()),
-            processors=[],
             use_relay=False,
             device=torch.device("cpu"),
         )
-        session.cache.append_context(features, 0)
-        return session.block_logits(torch.tensor([5]), anchor, None)
+        session.cache.append_context(features, [0], [anchor])
+        return session.block_logits(torch.tensor([5]), [anchor], None)
 
     oldest_visible = anchor - (WINDOW if is_inclusive else WINDOW - 1)
     beyond, at_the_edge = features.clone(), features.clone()

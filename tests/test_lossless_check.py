@@ -59,11 +59,11 @@ def test_a_fault_at_a_processed_row_is_measured_on_processed_logits(monkeypatch)
     banned = int(plain_greedy(target, prompt, 1)[0, -1])
     drafter = scripted(OracleDrafter, target, prompt, NEW_TOKENS)
 
-    def emit_banned(self, input_ids, model_kwargs):
-        sequences = torch.cat([input_ids, torch.full((1, NEW_TOKENS), banned)], dim=1)
+    def emit_banned(decode, rows, *args):
+        sequences = torch.cat([rows[0].ids, torch.full((1, NEW_TOKENS), banned)], dim=1)
         return SimpleNamespace(sequences=sequences, statistics=SimpleNamespace(lossless=True))
 
-    monkeypatch.setattr("hf_dflow.generation.decoder._Call.run", emit_banned)
+    monkeypatch.setattr("hf_dflow.generation.batch.decode_all", emit_banned)
     report = compare_with_plain(target, drafter, prompt, NEW_TOKENS, suppress_tokens=[banned])
     assert report.verdict == FAULT and report.position == 0 and report.gap == float("inf")
 

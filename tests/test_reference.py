@@ -59,9 +59,10 @@ def fast(pair, monkeypatch, uniforms=None, **options):
     """Tokens and accepted lengths of the fast loop, fed with `uniforms`."""
     target, drafter = pair
 
-    def scripted(call, num_drafts):
+    def scripted(call, rows, lengths):
         if not call.do_sample:
             return None, None
+        (num_drafts,) = lengths
         drawn = torch.tensor([[next(uniforms) for _ in range(2 * num_drafts + 1)]], dtype=torch.float64)
         return drawn[:, :num_drafts], drawn[:, num_drafts:]
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from kit import MASK_TOKEN_ID, VOCAB_SIZE, prompt_of, tiny_drafter, tiny_target
-from transformers import StaticCache, T5Config, T5ForConditionalGeneration
+from kit import MASK_TOKEN_ID, VOCAB_SIZE, RecordingStreamer, prompt_of, tiny_drafter, tiny_target
+from transformers import Cache, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicLayer
 
 from hf_dflow import DFlowDecoder, DFlowGenerationConfig, PairMismatchError, UnsupportedGenerationError
 
@@ -11,7 +12,6 @@ from hf_dflow import DFlowDecoder, DFlowGenerationConfig, PairMismatchError, Uns
 OPTIONS = {
     "num_beams": ({"num_beams": 2}, "num_beams"),
     "sampled beams": ({"num_beams": 2, "do_sample": True}, "num_beams"),
-    "num_return_sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
     "early exit": ({"assistant_early_exit": 2}, "assistant_early_exit"),
     "multi-token prediction": ({"use_mtp": True}, "use_mtp"),
@@ -19,12 +19,14 @@ OPTIONS = {
     "ensemble": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
     "token healing": ({"token_healing": True}, "token_healing"),
     "no cache": ({"use_cache": False}, "use_cache"),
-    "static cache": ({"cache_implementation": "static"}, "cache_implementation"),
+    "offloaded static cache": ({"cache_implementation": "offloaded_static"}, "cache_implementation"),
     "offloaded cache": ({"cache_implementation": "offloaded"}, "cache_implementation"),
     "quantized cache": ({"cache_implementation": "quantized"}, "cache_implementation"),
-    "chunked prefill": ({"prefill_chunk_size": 2}, "prefill_chunk_size"),
     "synced_gpus": ({"synced_gpus": True}, "synced_gpus"),
-    "batch": ({"inputs": prompt_of(6).repeat(2, 1)}, "batch of 2"),
+    "streamed batch": ({"inputs": prompt_of(6).repeat(2, 1), "streamer": RecordingStreamer()}, "batch of 2"),
+    "tensors of a batch": ({"inputs": prompt_of(6).repeat(2, 1), "labels": torch.zeros(2, 6)}, "labels"),
+    "tensors in chunks": ({"prefill_chunk_size": 2, "labels": torch.zeros(1, 6)}, "labels"),
+    "seeds": ({"generation_config": {"do_sample": True, "seeds": [1, 2]}}, "seeds"),
     "relay": ({"generation_config": {"use_relay": True}}, "use_relay"),
     "rule": ({"generation_config": {"verification": "tree"}}, "verification"),
     "too many drafts": ({"generation_config": {"num_draft_tokens": 4}}, "num_draft_tokens"),
@@ -37,7 +39,7 @@ MOVED = {
     "constrained beams": ({"force_words_ids": [[3]]}, "Constrained"),
 }
 # A callable custom_generate is not shown synced_gpus; the others want a package or a tokenizer before that.
-NOT_CUSTOM = ("synced_gpus", "quantized cache", "token healing")
+NOT_CUSTOM = ("synced_gpus", "quantized cache", "token healing", "streamed batch")
 
 
 @pytest.fixture
@@ -120,12 +122,12 @@ def test_embeddings_as_input(counted):
 def test_a_cache_that_cannot_be_cropped(counted):
     """Catches a cache object of the caller's that never gives rejected rows back."""
     target, drafter, calls = counted
-    cache = StaticCache(config=target.config, max_cache_len=32)
+    cache = Cache(layer_class_to_replicate=DynamicLayer)  # of a class that nobody knows
     with pytest.raises(UnsupportedGenerationError) as error:
         target.generate(
             prompt_of(6), past_key_values=cache, assistant_model=drafter, speculation_type="dflow", max_new_tokens=4
         )
-    _assert_clear(error, calls, "StaticCache")
+    _assert_clear(error, calls, "uses Cache")
 
 
 def test_missing_and_foreign_assistants(counted):

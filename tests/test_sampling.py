@@ -1,5 +1,7 @@
 """Sampling through `generate`: runs, limits that equal greedy decoding, seeds, and the loop's accept rule."""
 
+from types import SimpleNamespace
+
 import kit
 import pytest
 import torch
@@ -68,13 +70,15 @@ def test_acceptance_rate_of_one_token(rule):
         logits=draft_law.expand(rows, 1, 3),
         is_finite=torch.ones(rows, dtype=torch.bool),
     )
-    verification = Verifier(rule, PathProcessor(LogitsProcessorList()), [])(
-        torch.zeros(rows, 4, dtype=torch.long),
+    row = SimpleNamespace(path=PathProcessor(LogitsProcessorList()), acceptance_processors=[])
+    verification = Verifier(rule)(
+        [row] * rows,
+        [1] * rows,
         block,
         target_law.expand(rows, 2, 3),
         torch.zeros(rows, 2, 1),
         torch.rand(rows, 2, generator=generator, dtype=torch.float64),
-        lambda new_ids, rows: False,
+        lambda row, new_ids, scores: False,
     )
     is_accepted = verification.accepted_length.bool()
     assert 0.10 < is_accepted.double().mean() < 0.122

@@ -101,23 +101,23 @@ def relay_of_the_same_step(monkeypatch):
     draft, decide = drafting.DraftSession.draft, verification.Verifier.__call__
     redraft = []
 
-    def remembered(session, prefix_ids, anchor_position, num_drafts, feedback, uniforms):
-        redraft.append(lambda peek: draft(session, prefix_ids, anchor_position, num_drafts, peek, None).logits)
-        return draft(session, prefix_ids, anchor_position, num_drafts, feedback, uniforms)
+    def remembered(session, rows, lengths, feedback, uniforms):
+        redraft.append(lambda peek: draft(session, rows, lengths, peek, None).logits)
+        return draft(session, rows, lengths, feedback, uniforms)
 
-    def peeking(verifier, prefix_ids, block, target_logits, features, uniforms, ends):
+    def peeking(verifier, rows, lengths, block, target_logits, features, uniforms, ends):
         if block.token_ids.shape[1]:
             peek = VerifierFeedback(
                 features=features[:, 1:],
                 is_fed=torch.ones_like(block.token_ids, dtype=torch.bool),
-                bonus_ids=prefix_ids[:, -1],
+                bonus_ids=rows[0].ids[:, -1],
                 rejected_ids=block.token_ids[:, 0],
-                accepted_length=torch.zeros_like(prefix_ids[:, 0]),
+                accepted_length=torch.zeros_like(rows[0].ids[:, 0]),
                 target_logits=None,
                 draft_logits=None,
             )
             block = replace(block, logits=redraft[-1](peek))
-        return decide(verifier, prefix_ids, block, target_logits, features, uniforms, ends)
+        return decide(verifier, rows, lengths, block, target_logits, features, uniforms, ends)
 
     monkeypatch.setattr(drafting.DraftSession, "draft", remembered)
     monkeypatch.setattr(verification.Verifier, "__call__", peeking)

@@ -26,9 +26,9 @@ def decoded():
     blocks = []
     original = DraftSession.block_logits
 
-    def spy(session, anchor_ids, anchor_position, feedback):
-        logits = original(session, anchor_ids, anchor_position, feedback)
-        blocks.append((anchor_position, feedback, logits))
+    def spy(session, anchor_ids, anchor_positions, feedback):
+        logits = original(session, anchor_ids, anchor_positions, feedback)
+        blocks.append((anchor_positions[0], feedback, logits))
         return logits
 
     DraftSession.block_logits = spy

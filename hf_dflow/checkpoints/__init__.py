@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from huggingface_hub.errors import GatedRepoError
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
@@ -91,7 +92,15 @@ def load_drafter(
 
 def _read_config(source: str, hub_options: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """The raw content of `source`'s config.json, and the commit it came from (`None` for a folder)."""
-    file = cached_file(source, "config.json", **hub_options)
+    try:
+        file = cached_file(source, "config.json", **hub_options)
+    except OSError as error:
+        if isinstance(error.__cause__, GatedRepoError):
+            raise OSError(
+                f"{source} is a gated repository: ask for access on its page, then pass token=… or log in with "
+                "`hf auth login`."
+            ) from error
+        raise
     if file is None:
         raise DrafterConfigError(f"{source}: no config.json.")
     try:

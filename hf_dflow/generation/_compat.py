@@ -5,13 +5,15 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
     _prepare_position_ids,
     _prepare_token_type_ids,
 )
 
+STATIC_IS_CROPPABLE = StaticLayer.is_croppable  # since 5.20 or so
 CACHE_NAMES = ("cache", "past_key_values")  # since 5.24, before
 
 
@@ -40,6 +42,87 @@ def is_croppable(cache: Cache) -> bool:
     return not any("LinearAttention" in name or "Indexed" in name for name in names)
 
 
+def holds_holes(model: PreTrainedModel, cache: Cache) -> bool:
+    """Whether rows of a batch can advance at their own pace in `cache`, rejected columns staying behind a 2-D mask.
+
+    Needs full attention in every layer (the masks of other layers count columns) and positions that the caller gives
+    (a model that counts columns would count holes).
+    """
+    config = model.config.get_text_config()
+    if getattr(cache, "offloading", False) or not isinstance(cache, DynamicCache):
+        return False
+    layers = [*DynamicCache(config=config).layers, *cache.layers]
+    if not all(type(layer) is DynamicLayer or type(layer).__name__ == "DummyLayer" for layer in layers):
+        return False
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        if getattr(getattr(model, name), "__func__", None) is not getattr(GenerationMixin, name):
+            return False
+    if getattr(config, "alibi", False):
+        return False
+    return {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters)
+
+
+def fixed_rope_length(model: PreTrainedModel) -> int | None:
+    """Up to which length rotary tables stay as they are; `None` for any.
+
+    Beyond it, tables depend on the largest position of a forward, so that a block and single tokens disagree.
+    """
+    config = model.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    lengths = []
+    for parameters in given.values() if any(isinstance(one, dict) for one in given.values()) else [given]:
+        kind = (parameters or {}).get("rope_type")
+        if kind == "longrope":
+            lengths.append(parameters["original_max_position_embeddings"])
+        elif kind == "dynamic":
+            lengths.append(config.max_position_embeddings)
+    return min(lengths, default=None)
+
+
+def gather_columns(cache: Cache, columns: torch.Tensor) -> None:
+    """Keep of each row only `columns` `[B, kept]`, in that order."""
+    for layer in _filled(cache):
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            index = columns.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+            setattr(layer, name, states.gather(2, index))
+
+
+def select_rows(cache: Cache, rows: torch.Tensor) -> None:
+    """Keep only `rows` of the batch."""
+    for layer in _filled(cache):
+        layer.keys, layer.values = layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)]
+
+
+def contents(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the layers of a dynamic cache hold, for `restore`."""
+    return [(layer.keys, layer.values) for layer in _filled(cache)]
+
+
+def restore(cache: Cache, held: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Put `contents` back."""
+    for layer, (keys, values) in zip(_filled(cache), held, strict=True):
+        layer.keys, layer.values = keys, values
+
+
+def cached_batch_size(cache: Cache) -> int | None:
+    """Rows that `cache` holds; `None` for an empty one."""
+    held = [layer.keys for layer in _filled(cache) if getattr(layer, "keys", None) is not None]
+    return held[0].shape[0] if held and held[0].numel() else None
+
+
+def _filled(cache: Cache) -> list[Any]:
+    return [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+
+
+def fresh_cache(model: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Give one row of a batch the cache that `generate` would have made for it alone."""
+    for name in CACHE_NAMES:
+        model_kwargs.pop(name, None)
+    mode = generation_config.get_generation_mode()
+    model._prepare_cache_for_generation(generation_config, model_kwargs, mode, 1, generation_config.max_length - 1)
+
+
 def logits_width(model: Any, head: Any) -> int:
     """Width of the target's logits, which padding can make larger than the vocabulary."""
     weight = getattr(head, "weight", None)
@@ -52,6 +135,12 @@ def crop(cache: Cache, rows: int) -> None:
     cache.crop(-rows)
 
 
+def capacity(cache: Cache) -> int | None:
+    """How many tokens a static `cache` can hold; `None` for no limit."""
+    lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    return min(lengths) if lengths else None
+
+
 def stop_past_recording(cache: Cache) -> None:
     """Let sliding layers shrink on every forward again; plain decoding, which never crops, needs that of a cache."""
     for layer in getattr(cache, "layers", []):
@@ -60,9 +149,9 @@ def stop_past_recording(cache: Cache) -> None:
 
 
 def attention_windows(cache: Cache | None, num_layers: int) -> list[int | None]:
-    """How many keys each layer keeps for one query; `None` for all."""
-    layers = getattr(cache, "layers", [])
-    windows = [getattr(layer, "sliding_window", None) for layer in layers[:num_layers]]
+    """How many keys each layer keeps for one query; `None` for all, -1 for all that a static layer has room for."""
+    layers = getattr(cache, "layers", [])[:num_layers]
+    windows = [-1 if isinstance(one, StaticLayer) else getattr(one, "sliding_window", None) for one in layers]
     return windows + [None] * (num_layers - len(windows))
 
 
@@ -74,11 +163,13 @@ def model_inputs(
     new_tokens: int | None,
     num_drafts: int,
     is_prefill: bool,
+    furthest: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Arguments of one target forward over the last `new_tokens` of `token_ids` `[B, T + num_drafts]`.
 
     `new_tokens=None` means all of them. Masks and positions are lengthened by the drafts without touching
-    `model_kwargs`, which describe the T committed tokens.
+    `model_kwargs`, which describe the T committed tokens. No position goes beyond `furthest` `[B, 1]`: a row that
+    verifies fewer drafts than its neighbours may have no more positions.
     """
     kwargs = copy.copy(model_kwargs)
     mask = kwargs.get("attention_mask")
@@ -92,6 +183,8 @@ def model_inputs(
         token_ids, next_sequence_length=new_tokens, is_first_iteration=is_prefill, **kwargs
     )
     inputs["return_dict"] = True
+    if furthest is not None:
+        inputs["position_ids"] = torch.minimum(inputs["position_ids"], furthest.to(inputs["position_ids"].device))
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = num_drafts + 1
     return inputs

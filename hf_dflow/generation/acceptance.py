@@ -22,7 +22,8 @@ class AcceptanceContext:
 
 
 class AcceptanceProcessor:
-    """Hook into one step of `speculation_type="dflow"`. A call works on its own deep copy, so state lives one call.
+    """Hook into one step of `speculation_type="dflow"`. Each row of a call works on its own deep copy, so what is
+    learned belongs to one row of one call, and every tensor has a batch dimension of 1.
 
     Changing the *draft* distribution before sampling keeps the output law, whatever it is changed by: the same logits
     enter sampling, ratio and residual. Changing *acceptance* does not keep it: set `is_lossy`, and output and

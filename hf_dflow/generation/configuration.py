@@ -24,6 +24,7 @@ class DFlowOptions:
     acceptance_threshold: float | None = None
     acceptance_processors: list[AcceptanceProcessor] | None = None
     kernel_backend: str | None = None
+    seeds: list[int] | None = None
 
     @property
     def all_processors(self) -> list[AcceptanceProcessor]:
@@ -55,6 +56,9 @@ class DFlowGenerationConfig(GenerationConfig):
         kernel_backend (`str`, *optional*, defaults to `"auto"`):
             What verifies a block: `"torch"`, `"triton"` (never falls back), or `"auto"`: Triton on a CUDA device where
             it is installed.
+        seeds (`list[int]`, *optional*):
+            One seed for each sequence that is sampled. A row says the same with the same seed, whatever its neighbours
+            in the batch are. Without it, seeds s, s + 1, … follow from one draw of torch's global generator.
     """
 
     def __init__(self, **kwargs):
@@ -118,9 +122,15 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
             f"acceptance_processors={given!r}; give a list of AcceptanceProcessor objects. A LogitsProcessor goes into "
             "generate's own logits_processor."
         )
+    if options.seeds is not None and not _are_seeds(options.seeds):
+        raise UnsupportedGenerationError(f"seeds={options.seeds!r}; give a list of integers from 0 to 2**63 - 1.")
     lossy = [type(processor).__name__ for processor in options.all_processors if processor.is_lossy]
     if lossy and options.verification == "block":
         raise UnsupportedGenerationError(
             f"{', '.join(lossy)} relaxes acceptance token by token, which block verification does not have; "
             "use verification='token'."
         )
+
+
+def _are_seeds(seeds: Any) -> bool:
+    return isinstance(seeds, list | tuple) and all(type(seed) is int and 0 <= seed < 2**63 for seed in seeds)

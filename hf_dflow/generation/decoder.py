@@ -1,22 +1,23 @@
 """DFlowDecoder: the loop. What each line does lives in the module that it calls."""
 
-import copy
 import logging
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from hf_dflow.generation import _compat
-from hf_dflow.generation.checks import check_call, check_first_outputs, check_mode, check_pair, check_target
+from hf_dflow.generation import _compat, batch
+from hf_dflow.generation.checks import check_call, check_mode, check_pair, check_target
 from hf_dflow.generation.configuration import DFlowOptions, resolve_options
 from hf_dflow.generation.drafting import DraftBlock, DraftSession
+from hf_dflow.generation.fallback import PATIENCE, Warnings
 from hf_dflow.generation.feedback import make_feedback
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.path import PathProcessor
-from hf_dflow.generation.records import Records
-from hf_dflow.generation.state import DecodeState, Emission
+from hf_dflow.generation.prefill import prefill, prompt_context
+from hf_dflow.generation.state import DecodeState, Emission, Row
 from hf_dflow.generation.stopping import StopPlan
+from hf_dflow.generation.uniforms import draw
 from hf_dflow.generation.verification import Verification, Verifier, choose_backend, choose_rule
 from hf_dflow.modeling_dflow import DFlowDrafter
 
@@ -32,7 +33,7 @@ class DFlowDecoder:
 
     Args:
         drafter (`DFlowDrafter`): The drafter.
-        streamer (`BaseStreamer`, *optional*): Gets the prompt, then committed tokens one by one.
+        streamer (`BaseStreamer`, *optional*): Gets the prompt, then committed tokens one by one. One sequence only.
         options: Fields of [`DFlowGenerationConfig`]; they win over its values.
     """
 
@@ -67,25 +68,40 @@ class DFlowDecoder:
             raise TypeError("DFlowDecoder is called by generate(custom_generate=DFlowDecoder(drafter)), not by hand.")
         check_mode(generation_config, self.drafter)
         check_target(model)
-        check_call(input_ids.shape[0], synced_gpus, model_kwargs)
+        stop = StopPlan(stopping_criteria or StoppingCriteriaList(), generation_config.max_length)
+        own_streamer = self.streamer if streamer is None else None
+        has_streamer = streamer is not None or own_streamer is not None
+        check_call(model, input_ids, synced_gpus, model_kwargs, generation_config, has_streamer, stop.asks_criteria)
         check_pair(model, self.drafter)
-        if streamer is None and self.streamer is not None:
-            streamer = self.streamer
+        options = resolve_options(self.drafter, generation_config, self.options)
+        processors = logits_processor or LogitsProcessorList()
+        rule = choose_rule(bool(generation_config.do_sample), options, PathProcessor(processors))
+        rows = batch.make_rows(input_ids, model, generation_config, options, processors, rule)
+        if own_streamer is not None:
+            streamer = own_streamer
             streamer.put(input_ids.cpu())
-        call = _Call(
-            model=model,
-            drafter=self.drafter,
-            options=resolve_options(self.drafter, generation_config, self.options),
-            logits_processor=logits_processor or LogitsProcessorList(),
-            stopping_criteria=stopping_criteria or StoppingCriteriaList(),
-            generation_config=generation_config,
-            streamer=streamer,
-        )
-        return call.run(input_ids, model_kwargs)
+
+        warnings = Warnings()
+
+        def decode(some: list[Row], kwargs: dict[str, Any]) -> DecodeState:
+            call = _Call(
+                model=model,
+                drafter=self.drafter,
+                options=options,
+                stop=stop,
+                rule=rule,
+                generation_config=generation_config,
+                streamer=streamer,
+                warnings=warnings,
+                batch_size=len(some),
+            )
+            return call.run(some, kwargs)
+
+        return batch.decode_all(decode, rows, model, generation_config, model_kwargs)
 
 
 class _Call:
-    """One call of the decoder: its collaborators, and the loop over them."""
+    """Rows that are decoded together: their collaborators, and the loop over them."""
 
     def __init__(
         self,
@@ -93,224 +109,220 @@ class _Call:
         model: PreTrainedModel,
         drafter: DFlowDrafter,
         options: DFlowOptions,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
+        stop: StopPlan,
+        rule: str,
         generation_config: GenerationConfig,
         streamer,
+        warnings: Warnings,
+        batch_size: int,
     ):
-        self.model, self.drafter, self.options = model, drafter, options
-        self.config, self.streamer = generation_config, streamer
+        self.model, self.drafter, self.options, self.stop = model, drafter, options, stop
+        self.config, self.streamer, self.device = generation_config, streamer, model.device
         self.do_sample = bool(generation_config.do_sample)
-        path = PathProcessor(logits_processor)
-        processors = copy.deepcopy(options.all_processors)  # what they learn belongs to this call
-        self.acceptance_processors = processors
-        self.stop = StopPlan(stopping_criteria, generation_config.max_length)
-        rule, backend = choose_rule(self.do_sample, options, path), choose_backend(options, model.device)
-        self.verifier = Verifier(rule, path, processors, backend)
+        self.verifier, self.warnings = Verifier(rule, choose_backend(options, model.device)), warnings
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.device = model.device
         self.session = DraftSession(
             drafter,
             embedding,
             head,
             vocab_size=_compat.logits_width(model, head),
-            path=path,
-            processors=processors,
             use_relay=bool(options.use_relay),
             device=self.device,
+            batch_size=batch_size,
         )
-        self.records = Records(generation_config)
 
-    def run(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> GenerateDFlowOutput | torch.Tensor:
-        state = self._start(input_ids, model_kwargs)
+    def run(self, rows: list[Row], model_kwargs: dict[str, Any]) -> DecodeState:
+        """Decode `rows` to their ends, each in place."""
+        state = self._start(rows, model_kwargs)
         try:
             self._loop(state)
         finally:
             state.give_cache_back()
-        return self._result(state)
+        return state
 
     def _loop(self, state: DecodeState) -> None:
-        while not state.is_finished:
-            draft_uniforms, verify_uniforms = self._uniforms(num_drafts := self._num_drafts(state))
+        while state.rows:
+            lengths = self._lengths(state)
+            draft_uniforms, verify_uniforms = self._uniforms(state.rows, lengths)
             # 1. the first turn drafts nothing and verifies nothing: its target forward is the prefill
             # 2. draft a block from anchor, context features and feedback
-            draft = self._draft(state, num_drafts, draft_uniforms)
+            draft = self._draft(state, lengths, draft_uniforms)
             # 3. verify it with one target forward
-            outputs, verification = self._verify(state, draft, verify_uniforms)
+            outputs, verification = self._verify(state, lengths, draft, verify_uniforms)
             # 4. clip what would be emitted, before any state changes
-            emission = self._clip(state, draft, verification)
+            emissions = self._clip(state, lengths, draft, verification)
             # 5. commit
-            self._commit(state, draft, verification, outputs, emission)
+            self._commit(state, draft, verification, outputs, emissions)
             # 6. turn the verification into feedback, and let processors learn
-            self._feed_back(state, draft, verification)
-            # 7. record, stream
-            self._record(state, draft, emission)
+            self._feed_back(state, lengths, draft, verification)
+            # 7. record, stream; rows that have ended leave
+            self._record(state, lengths, emissions)
         if self.streamer is not None:
             self.streamer.end()
 
     # -- the lines of the loop
 
-    def _start(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> DecodeState:
-        cache = _compat.get_cache(model_kwargs)
-        assert cache is not None  # checked before
-        cache.activate_past_recording()
-        mask = model_kwargs.get("attention_mask")
-        padding = 0 if mask is None else int((mask[0] == 0).sum())
-        cached = cache.get_seq_length()
-        if cached:
+    def _start(self, rows: list[Row], model_kwargs: dict[str, Any]) -> DecodeState:
+        state = DecodeState(rows, model_kwargs, is_returned=bool(self.config.return_dict_in_generate))
+        state.cache.activate_past_recording()
+        state.cached_rows = int(state.cache.get_seq_length())
+        if state.cached_rows:
             logger.warning(
                 "The target cache already holds %d tokens; their states are gone, so drafting starts with the context "
                 "that is computed from here on.",
-                cached,
+                state.cached_rows,
             )
-        state = DecodeState(
-            input_ids, model_kwargs, next_position=max(0, cached - padding), padding=padding, cached_rows=cached
-        )
-        state.statistics.verification = self.verifier.rule
-        state.statistics.lossless = not self.verifier.relaxing
-        if self.verifier.relaxing:
-            names = ", ".join(type(processor).__name__ for processor in self.verifier.relaxing)
-            logger.warning("%s makes acceptance lossy: the text may differ from the target's own.", names)
         return state
 
-    def _num_drafts(self, state: DecodeState) -> int:
-        """How many drafts to verify: none at prefill, and none that the length limit would cut anyway."""
-        room = self.stop.max_length - state.input_ids.shape[1]
-        if state.is_prefill or not state.can_draft:
+    def _lengths(self, state: DecodeState) -> list[int]:
+        """How many drafts each row verifies: none at prefill, and none that its length limit would cut anyway."""
+        if state.is_prefill:
+            return [0] * len(state.rows)
+        return [self._length(row, state.room_for(row)) for row in state.rows]
+
+    def _length(self, row: Row, room: int) -> int:
+        most = min(self.options.num_draft_tokens or 0, self.stop.max_length - row.length - 1, room)
+        if most <= 0 or row.policy.is_off:
             return 0
-        if not self.session.has_room(state.next_position):
-            logger.warning(
+        if not self.session.has_room(row.next_position):
+            self.warnings.say(
                 "The sequence passes the drafter's max_position_embeddings of %d; decoding goes on without drafts.",
                 self.drafter.config.max_position_embeddings,
             )
-            state.can_draft = False
-            return 0
-        return max(0, min(self.options.num_draft_tokens or 0, room - 1))
+            row.policy.is_off = True
+        return most if row.policy.may_draft() else 0
 
-    def _uniforms(self, num_drafts: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Fresh random numbers for N drafts, N acceptance tests and the bonus; greedy decoding draws none.
-
-        float64 where there is one: a float32 uniform moves in steps of 6e-8, as large as rare tokens' probabilities.
-        """
+    def _uniforms(self, rows: list[Row], lengths: list[int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Fresh random numbers for the drafts, and for acceptance tests and bonus; greedy decoding draws none."""
         if not self.do_sample:
             return None, None
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        uniforms = torch.rand(1, 2 * num_drafts + 1, dtype=dtype, device=self.device)
-        return uniforms[:, :num_drafts], uniforms[:, num_drafts:]
+        return draw([row.generator for row in rows], lengths, self.device)
 
-    def _draft(self, state: DecodeState, num_drafts: int, uniforms: torch.Tensor | None) -> DraftBlock:
-        if num_drafts == 0:
-            return self.session.nothing(state.input_ids.shape[0])
-        return self.session.draft(state.input_ids, state.next_position, num_drafts, state.feedback, uniforms)
+    def _draft(self, state: DecodeState, lengths: list[int], uniforms: torch.Tensor | None) -> DraftBlock:
+        if not max(lengths):
+            return self.session.nothing(len(state.rows))
+        state.num_draft_forwards += 1
+        return self.session.draft(state.rows, lengths, state.feedback, uniforms)
 
-    def _verify(self, state: DecodeState, draft: DraftBlock, uniforms: torch.Tensor | None) -> tuple[Any, Verification]:
-        num_drafts = draft.token_ids.shape[1]
-        inputs = _compat.model_inputs(
-            self.model,
-            torch.cat([state.input_ids, draft.token_ids], dim=1),
-            state.model_kwargs,
-            new_tokens=self._uncached(state) if state.is_prefill else num_drafts + 1,
-            num_drafts=num_drafts,
-            is_prefill=state.is_prefill,
-        )
-        outputs = self.model(**{**inputs, "output_hidden_states": True})
+    def _verify(
+        self, state: DecodeState, lengths: list[int], draft: DraftBlock, uniforms: torch.Tensor | None
+    ) -> tuple[Any, Verification]:
+        num_drafts, taps = draft.token_ids.shape[1], self.drafter.config.target_layer_ids
+        state.num_target_forwards += 1
         if state.is_prefill:
-            check_first_outputs(self.model, state.cache, outputs.hidden_states)
+            prompt_ids = torch.cat([row.ids for row in state.rows])
+            outputs, features = prefill(self.model, prompt_ids, state.model_kwargs, self.config, taps)
+        else:
+            inputs = _compat.model_inputs(
+                self.model,
+                state.committed_ids(draft.token_ids),
+                state.model_kwargs,
+                new_tokens=num_drafts + 1,
+                num_drafts=num_drafts,
+                is_prefill=False,
+                furthest=state.furthest_positions(draft.lengths),
+            )
+            outputs = self.model(**{**inputs, "output_hidden_states": True})
+            features = _compat.capture_features(outputs.hidden_states, taps)
         verification = self.verifier(
-            state.input_ids,
+            state.rows,
+            lengths,
             draft,
             outputs.logits[:, -num_drafts - 1 :].to(self.device),
-            _compat.capture_features(outputs.hidden_states, self.drafter.config.target_layer_ids),
+            features.to(self.device),
             uniforms,
-            lambda new_ids, rows: self.stop.ends(state.input_ids, new_ids, self.records.scores_with(rows)),
+            lambda row, new_ids, scores: self.stop.ends(row.ids, new_ids, row.records.scores_with(scores)),
         )
         return outputs, verification
 
-    def _clip(self, state: DecodeState, draft: DraftBlock, verification: Verification) -> Emission:
-        """The step's new tokens, cut where the sequence ends.
+    def _clip(
+        self, state: DecodeState, lengths: list[int], draft: DraftBlock, verification: Verification
+    ) -> list[Emission]:
+        """Each row's new tokens, cut where its sequence ends.
 
         The only wait for the device in a step: everything that the host must know comes over in one tensor.
         """
         columns = [verification.accepted_length, verification.bonus_ids, draft.is_finite, verification.is_number]
         packed = torch.cat([torch.stack([column.long() for column in columns], dim=1), draft.token_ids], dim=1)
-        accepted, bonus, is_finite, is_number, *draft_tokens = packed.tolist()[0]
-        if not is_number:
-            raise RuntimeError(
-                "The target's probabilities contain NaN or inf, so nothing can be sampled; plain sampling raises here "
-                "too. remove_invalid_values=True replaces them."
-            )
-        if not is_finite:
-            logger.warning(
-                "The drafter produced non-finite values (dtype %s); decoding goes on without drafts. A wider dtype, "
-                "bfloat16 or float32, usually mends it.",
-                self.drafter.dtype,
-            )
-            state.can_draft = False
-        new_ids = torch.cat([draft.token_ids[:, :accepted], verification.bonus_ids[:, None]], dim=1)
-        new_tokens = [*draft_tokens[:accepted], bonus]
-        if verification.is_stopped:
+        emissions = []
+        for i, (row, told) in enumerate(zip(state.rows, packed.tolist(), strict=True)):
+            accepted, bonus, is_finite, is_number, *draft_tokens = told
+            if not is_number:
+                raise RuntimeError(
+                    "The target's probabilities contain NaN or inf, so nothing can be sampled; plain sampling raises "
+                    "here too. remove_invalid_values=True replaces them."
+                )
+            if not is_finite and lengths[i]:
+                self.warnings.say(
+                    "The drafter produced non-finite values (dtype %s); decoding goes on without drafts. A wider "
+                    "dtype, bfloat16 or float32, usually mends it.",
+                    self.drafter.dtype,
+                )
+                row.policy.is_off = True
+            emissions.append(self._cut(i, row, [*draft_tokens[:accepted], bonus], draft, verification))
+        return emissions
+
+    def _cut(self, i: int, row: Row, new_tokens: list[int], draft: DraftBlock, verification: Verification) -> Emission:
+        """Row `i`'s accepted drafts and bonus, as far as they enter its output."""
+        one, accepted = slice(i, i + 1), len(new_tokens) - 1
+        new_ids = torch.cat([draft.token_ids[one, :accepted], verification.bonus_ids[one, None]], dim=1)
+        if verification.is_stopped and verification.is_stopped[i]:
             count, is_last = accepted, True
         else:
             count, is_last = self.stop.clip(
-                state.input_ids,
+                row.ids,
                 new_ids,
                 new_tokens,
-                lambda count: self.records.scores_with(verification.scores[:, :count]),
-                asked=accepted if self.verifier.path.is_lazy else 0,
+                lambda count: row.records.scores_with(verification.scores[one, :count]),
+                asked=accepted if row.path.is_lazy else 0,
             )
         return Emission(new_ids[:, :count], new_tokens[:count], min(accepted, count), is_last)
 
     def _commit(
-        self, state: DecodeState, draft: DraftBlock, verification: Verification, outputs, emission: Emission
+        self, state: DecodeState, draft: DraftBlock, verification: Verification, outputs, emissions: list[Emission]
     ) -> None:
-        """Append tokens, keep the target's rows before the new anchor, hand their features to the drafter."""
-        count = emission.count
-        state.is_finished = emission.is_last
-        _compat.crop(state.cache, 0 if state.is_prefill else draft.token_ids.shape[1] + 1 - count)
-        state.cached_rows = state.cache.get_seq_length()
-        features = verification.features
-        features = features[:, self._padded_rows(state) :] if state.is_prefill else features[:, :count]
-        if state.can_draft and not state.is_finished:
-            self.session.cache.append_context(features, state.next_position)
-        state.next_position += features.shape[1]
-        self.records.add(verification, outputs, count, state.is_prefill)
-        state.input_ids = torch.cat([state.input_ids, emission.new_ids.to(state.input_ids.device)], dim=1)
-        state.model_kwargs = _compat.advance(self.model, outputs, state.model_kwargs, count)
+        """Append tokens, keep the target's rows before the new anchors, hand their features to the drafter."""
+        features, counts = verification.features, [emission.count for emission in emissions]
+        if state.is_prefill:
+            mask = state.model_kwargs.get("attention_mask")
+            features, counts, firsts = prompt_context(features, mask, state.cached_rows)
+            for row, first in zip(state.rows, firsts, strict=True):
+                row.next_position = first
+        state.keep_records(verification, outputs, emissions)
+        state.keep_columns(self.model, outputs, draft.token_ids.shape[1], emissions)
+        drafting = [not (row.policy.is_off or end.is_last) for row, end in zip(state.rows, emissions, strict=True)]
+        wanted = [count if drafts else 0 for count, drafts in zip(counts, drafting, strict=True)]
+        positions = [row.next_position for row in state.rows]
+        self.session.cache.append_context(features[:, : max(counts)], positions, wanted)
+        for row, emission, count in zip(state.rows, emissions, counts, strict=True):
+            row.next_position += count
+            row.ids = torch.cat([row.ids, emission.new_ids.to(row.ids.device)], dim=1)
+            row.is_finished = emission.is_last
 
-    def _feed_back(self, state: DecodeState, draft: DraftBlock, verification: Verification) -> None:
-        needs_logits = bool(self.acceptance_processors)
-        wanted = (self.session.use_relay or needs_logits) and state.can_draft and not state.is_finished
-        state.feedback = make_feedback(draft, verification, with_logits=needs_logits) if wanted else None
-        for processor in self.acceptance_processors:
-            processor.observe(draft, verification)
+    def _feed_back(self, state: DecodeState, lengths: list[int], draft: DraftBlock, verification: Verification) -> None:
+        needs_logits = bool(self.options.all_processors)
+        is_read = any(not (row.policy.is_off or row.is_finished) for row in state.rows)
+        wanted = (self.session.use_relay or needs_logits) and is_read
+        state.feedback = make_feedback(draft, verification, lengths, needs_logits) if wanted else None
+        for i, (row, length) in enumerate(zip(state.rows, lengths, strict=True)):
+            if row.acceptance_processors:
+                seen = draft.row(i, length), verification.row(i, length)
+                for processor in row.acceptance_processors:
+                    processor.observe(*seen)
 
-    def _record(self, state: DecodeState, draft: DraftBlock, emission: Emission) -> None:
+    def _record(self, state: DecodeState, lengths: list[int], emissions: list[Emission]) -> None:
         state.is_prefill = False
-        state.statistics.record(drafted=draft.token_ids.shape[1], accepted=emission.accepted, emitted=emission.count)
-        if self.streamer is not None:
-            for token in emission.tokens:
-                self.streamer.put(torch.tensor([token]))
-
-    # -- helpers
-
-    def _result(self, state: DecodeState) -> GenerateDFlowOutput | torch.Tensor:
-        state.statistics.per_row = [copy.copy(state.statistics)]
-        if not self.config.return_dict_in_generate:
-            return state.input_ids
-        return self.records.output(state.input_ids, state.cache, state.statistics)
-
-    def _uncached(self, state: DecodeState) -> int | None:
-        """How many of the prompt's tokens the target has not seen; `None` for all.
-
-        Behind a filled cache `input_ids` may be the whole sequence or only what is new. As in `generate`'s own prefill
-        the attention mask, which is always whole, tells which; a mask of ones has been dropped, its length noted.
-        """
-        cached = state.cache.get_seq_length()
-        mask = state.model_kwargs.get("attention_mask")
-        mask_length = getattr(self.config, "_mask_length", -1) if mask is None else mask.shape[1]
-        is_whole = mask_length == state.input_ids.shape[1]
-        return state.input_ids.shape[1] - cached if cached and is_whole else None
-
-    @staticmethod
-    def _padded_rows(state: DecodeState) -> int:
-        return state.padding if state.next_position == 0 else 0
+        for row, length, emission in zip(state.rows, lengths, emissions, strict=True):
+            row.statistics.record(drafted=length, accepted=emission.accepted, emitted=emission.count)
+            if length and row.policy.learn(emission.accepted):
+                self.warnings.say(
+                    "None of the drafts of %d steps was accepted; decoding goes on without drafts, and tries the "
+                    "drafter again now and then.",
+                    PATIENCE,
+                )
+            if self.streamer is not None:
+                for token in emission.tokens:
+                    self.streamer.put(torch.tensor([token]))
+        kept = state.drop_finished()
+        if kept is not None:
+            self.session.cache.select(*kept)

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hf_dflow.generation.path import PathProcessor
 from hf_dflow.generation.rows import DraftCache
 from hf_dflow.kernels import draw_tokens
 from hf_dflow.modeling_dflow import DFlowDrafter
 
 if TYPE_CHECKING:
-    from hf_dflow.generation.acceptance import AcceptanceProcessor
     from hf_dflow.generation.feedback import VerifierFeedback
+    from hf_dflow.generation.state import Row
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,12 @@ class DraftBlock:
     token_ids: torch.Tensor  # [B, N]
     logits: torch.Tensor  # [B, N, V] processed, float32 or float64: the law that `token_ids` were drawn from
     is_finite: torch.Tensor  # [B] False where the drafter produced NaN or inf; its tokens are then arbitrary
+    lengths: torch.Tensor | None = None  # [B] drafts that count, the rest being filling; None where all N do
+
+    def row(self, row: int, length: int) -> "DraftBlock":
+        """The block of one row, as if it were alone, with its `length` drafts."""
+        one = slice(row, row + 1)
+        return DraftBlock(self.token_ids[one, :length], self.logits[one, :length], self.is_finite[one])
 
 
 class DraftSession:
@@ -32,10 +37,9 @@ class DraftSession:
         drafter (`DFlowDrafter`): The drafter.
         embedding, head (`nn.Module`): The target's input embedding and LM head.
         vocab_size (`int`): Width of the target's logits.
-        path (`PathProcessor`): The call's logits processors.
-        processors (`list[AcceptanceProcessor]`): The call's acceptance processors.
         use_relay (`bool`): Whether feedback conditions the slots.
         device (`torch.device`): Where drafts are returned.
+        batch_size (`int`, *optional*, defaults to 1): B, rows.
     """
 
     def __init__(
@@ -45,15 +49,14 @@ class DraftSession:
         head: nn.Module,
         *,
         vocab_size: int,
-        path: PathProcessor,
-        processors: "list[AcceptanceProcessor]",
         use_relay: bool,
         device: torch.device,
+        batch_size: int = 1,
     ):
         self.drafter, self.embedding, self.head = drafter, embedding, head
-        self.vocab_size, self.path, self.processors, self.device = vocab_size, path, processors, device
+        self.vocab_size, self.device = vocab_size, device
         self.use_relay = use_relay
-        self.cache = DraftCache(drafter)
+        self.cache = DraftCache(drafter, batch_size)
         config = drafter.config
         mask_ids = torch.full((1, config.block_size - 1), config.mask_token_id, device=device)
         self._mask_embeds = drafter.embed(mask_ids, embedding)  # [1, L - 1, H]
@@ -77,48 +80,52 @@ class DraftSession:
 
     def draft(
         self,
-        prefix_ids: torch.Tensor,
-        anchor_position: int,
-        num_drafts: int,
+        rows: "list[Row]",
+        lengths: list[int],
         feedback: "VerifierFeedback | None",
         uniforms: torch.Tensor | None,
     ) -> DraftBlock:
-        """Draft a full block and keep its first `num_drafts` tokens.
+        """Draft a full block for each row and keep its first `lengths[b]` tokens; N is the largest of these.
 
         Args:
-            prefix_ids (`torch.LongTensor` of shape `(B, T)`): Committed tokens, the anchor last.
-            anchor_position (`int`): The anchor's absolute position, padding not counted.
-            num_drafts (`int`): N, at least 1.
+            rows (`list[Row]`): B rows; the last of a row's committed tokens is its anchor.
+            lengths (`list[int]`): How many drafts each row verifies; one of them is at least 1.
             feedback (`VerifierFeedback`, *optional*): Of the step before.
             uniforms (`torch.Tensor` of shape `(B, N)`, *optional*): Numbers in [0, 1); `None` drafts the most likely.
         """
-        logits = self.block_logits(prefix_ids[:, -1], anchor_position, feedback)[:, :num_drafts]
+        num_drafts = max(lengths)
+        anchor_ids = torch.cat([row.ids[:, -1] for row in rows])
+        logits = self.block_logits(anchor_ids, [row.next_position for row in rows], feedback)[:, :num_drafts]
         wide = torch.promote_types(logits.dtype, torch.float32)  # verification computes as wide as the draft law is
         logits = self._to_target_vocabulary(logits.to(device=self.device, dtype=wide))
         said = logits if self._cannot_say is None else logits.masked_fill(self._cannot_say, 0.0)
-        is_finite = said.isfinite().all(dim=-1).all(dim=-1)
+        counts = None if min(lengths) == num_drafts else torch.tensor(lengths, device=self.device)
+        is_finite = said.isfinite().all(dim=-1)
+        if counts is not None:
+            is_finite = is_finite | (torch.arange(num_drafts, device=self.device) >= counts[:, None])
+        is_finite = is_finite.all(dim=-1)
         logits = torch.where(is_finite[:, None, None], logits, 0.0)
         if self.drafter.config.mask_token_id < self.vocab_size:
             logits[..., self.drafter.config.mask_token_id] = -torch.inf
         logits = self._hide_missing_tokens(logits)
-        for processor in self.processors:
-            logits = processor.adjust_draft_logits(logits, feedback)
-        token_ids, logits = self._choose(prefix_ids, logits, uniforms)
-        return DraftBlock(token_ids, logits, is_finite)
+        logits = self._adjust(rows, lengths, logits, feedback)
+        token_ids, logits = self._choose(rows, lengths, logits, uniforms)
+        return DraftBlock(token_ids, logits, is_finite, counts)
 
     def block_logits(
-        self, anchor_ids: torch.Tensor, anchor_position: int, feedback: "VerifierFeedback | None"
+        self, anchor_ids: torch.Tensor, anchor_positions: list[int], feedback: "VerifierFeedback | None"
     ) -> torch.Tensor:
-        """Unprocessed draft logits `[B, L - 1, vocab]` of one drafter forward."""
+        """Unprocessed draft logits `[B, L - 1, vocab]` of one drafter forward behind anchors `[B]`."""
         drafter = self.drafter
-        masks = self._mask_embeds
+        masks = self._mask_embeds.expand(len(anchor_positions), -1, -1)
         if self.use_relay and feedback is not None:
             masks = masks + self._relay_additions(feedback)
         block = torch.cat([drafter.embed(anchor_ids[:, None], self.embedding), masks], dim=1)
-        positions = torch.arange(anchor_position, anchor_position + block.shape[1], device=block.device)[None]
+        first = torch.tensor(anchor_positions, device=block.device)[:, None]
+        positions = first + torch.arange(block.shape[1], device=block.device)
 
         def mask_for(layer_idx: int, key_length: int) -> torch.Tensor | None:
-            return drafter.attention_mask(layer_idx, block.shape[1], key_length, block.device)
+            return self.cache.mask(layer_idx, block.shape[1], block.device)
 
         hidden = drafter.draft_hidden(block, positions, self.cache.extend, mask_for)
         return drafter.compute_logits(hidden[:, 1:], self.head)
@@ -143,19 +150,45 @@ class DraftSession:
         missing = self.vocab_size - logits.shape[-1]
         return nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
+    def _adjust(
+        self, rows: "list[Row]", lengths: list[int], logits: torch.Tensor, feedback: "VerifierFeedback | None"
+    ) -> torch.Tensor:
+        """Logits `[B, N, V]` after each row's own acceptance processors, which see no other row."""
+        if not rows[0].acceptance_processors:
+            return logits
+        adjusted = []
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            own = logits[i : i + 1, :length]
+            seen = None if feedback is None else feedback.row(i)
+            for processor in row.acceptance_processors if length else []:
+                own = processor.adjust_draft_logits(own, seen)
+            adjusted.append(_fill(own, logits.shape[1]))
+        return torch.cat(adjusted)
+
     def _choose(
-        self, prefix_ids: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor | None
+        self, rows: "list[Row]", lengths: list[int], logits: torch.Tensor, uniforms: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft tokens `[B, N]` and the processed logits `[B, N, V]` they were drawn from."""
-        if self.path.drafts_at_once:
-            logits = self.path.drafts(logits)
+        path = rows[0].path  # of one kind for all rows
+        if path.drafts_at_once:
+            logits = path.drafts(logits)
             return _pick(logits, uniforms), logits
-        path_ids, rows = prefix_ids, []
-        for i, row in enumerate(logits.unbind(1)):
-            rows.append(self.path.draft_row(path_ids, row.clone())[:, None])
-            chosen = _pick(rows[-1], None if uniforms is None else uniforms[:, i : i + 1])
-            path_ids = torch.cat([path_ids, chosen], dim=1)
-        return path_ids[:, prefix_ids.shape[1] :], torch.cat(rows, dim=1)
+        tokens, laws = [], []
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            path_ids, processed = row.ids, [logits[i : i + 1, :0]]
+            for slot in range(length):
+                processed.append(row.path.draft_row(path_ids, logits[i : i + 1, slot].clone())[:, None])
+                chosen = _pick(processed[-1], None if uniforms is None else uniforms[i : i + 1, slot : slot + 1])
+                path_ids = torch.cat([path_ids, chosen], dim=1)
+            tokens.append(nn.functional.pad(path_ids[:, row.length :], (0, logits.shape[1] - length)))
+            laws.append(_fill(torch.cat(processed, dim=1), logits.shape[1]))
+        return torch.cat(tokens), torch.cat(laws)
+
+
+def _fill(logits: torch.Tensor, num_drafts: int) -> torch.Tensor:
+    """`logits` `[1, n, V]` with rows that nobody reads up to `num_drafts`."""
+    missing = num_drafts - logits.shape[1]
+    return nn.functional.pad(logits, (0, 0, 0, missing)) if missing else logits
 
 
 def _pick(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:

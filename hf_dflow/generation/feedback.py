@@ -1,6 +1,6 @@
 """What the verifier computed on rejected rows, lined up with the slots of the next block."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,22 +25,68 @@ class VerifierFeedback:
     # Only for acceptance processors, which may want them; the relay does not.
     target_logits: torch.Tensor | None  # [B, N, V] raw, of the same rows: what follows a wrong prefix
     draft_logits: torch.Tensor | None  # [B, N, V] what the drafter said of the slots' positions one step ago
+    lengths: list[int] = field(default_factory=list)  # drafts of each row in that step, at most N; empty for N each
+
+    def row(self, row: int) -> "VerifierFeedback | None":
+        """What one row would get if it were alone; `None` where it drafted nothing."""
+        length = self.lengths[row] if self.lengths else self.is_fed.shape[1]
+        if not length:
+            return None
+        one = slice(row, row + 1)
+        target_logits, draft_logits = (
+            None if logits is None else logits[one, :length] for logits in (self.target_logits, self.draft_logits)
+        )
+        return VerifierFeedback(
+            features=self.features[one, :length],
+            is_fed=self.is_fed[one, :length],
+            bonus_ids=self.bonus_ids[one],
+            rejected_ids=self.rejected_ids[one],
+            accepted_length=self.accepted_length[one],
+            target_logits=target_logits,
+            draft_logits=draft_logits,
+            lengths=[length],
+        )
+
+    def select(self, rows: torch.Tensor, kept: list[int]) -> "VerifierFeedback":
+        """Only the rows `kept`, given on the device too."""
+        target_logits, draft_logits = (
+            None if logits is None else logits[rows] for logits in (self.target_logits, self.draft_logits)
+        )
+        return VerifierFeedback(
+            features=self.features[rows.to(self.features.device)],
+            is_fed=self.is_fed[rows],
+            bonus_ids=self.bonus_ids[rows],
+            rejected_ids=self.rejected_ids[rows],
+            accepted_length=self.accepted_length[rows],
+            target_logits=target_logits,
+            draft_logits=draft_logits,
+            lengths=[self.lengths[row] for row in kept] if self.lengths else [],
+        )
 
 
-def make_feedback(draft: DraftBlock, verification: Verification, with_logits: bool) -> VerifierFeedback | None:
-    """Feedback for the next step; `None` where the step drafted nothing. It replaces any earlier one."""
+def make_feedback(
+    draft: DraftBlock, verification: Verification, lengths: list[int], with_logits: bool
+) -> VerifierFeedback | None:
+    """Feedback for the next step; `None` where the step drafted nothing. It replaces any earlier one.
+
+    Args:
+        draft, verification: Of the step.
+        lengths (`list[int]`): How many drafts each row verified.
+        with_logits (`bool`): Whether anybody reads the logits.
+    """
     num_drafts = draft.token_ids.shape[1]
     if num_drafts == 0:
         return None
     accepted = verification.accepted_length
     # Row 0 is the anchor's, so dropping it makes entry i row i + 1; shifting by a then puts row a + i + 1 at entry i.
-    features, is_fed = shift_left(verification.features[:, 1:], accepted)
+    features, is_fed = shift_left(verification.features[:, 1:], accepted, draft.lengths)
     target_logits = draft_logits = None
     if with_logits:
-        target_logits, _ = shift_left(verification.raw_logits[:, 1:], accepted)
+        target_logits, _ = shift_left(verification.raw_logits[:, 1:], accepted, draft.lengths)
         # Draft i predicted position i; slot s of the next block sits at position a + 1 + s.
-        draft_logits, _ = shift_left(draft.logits, accepted + 1)
-    first_rejected = accepted.clamp(max=num_drafts - 1)[:, None]
+        draft_logits, _ = shift_left(draft.logits, accepted + 1, draft.lengths)
+    last = num_drafts - 1 if draft.lengths is None else (draft.lengths - 1).clamp(min=0)
+    first_rejected = accepted.clamp(max=last)[:, None]
     return VerifierFeedback(
         features=features,
         is_fed=is_fed,
@@ -49,4 +95,5 @@ def make_feedback(draft: DraftBlock, verification: Verification, with_logits: bo
         accepted_length=accepted,
         target_logits=target_logits,
         draft_logits=draft_logits,
+        lengths=lengths,
     )

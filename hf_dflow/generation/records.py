@@ -1,18 +1,22 @@
 """Scores, logits, states and attentions, one entry for each generated token, as plain decoding returns them."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache, GenerationConfig
+from transformers import GenerationConfig
 
 from hf_dflow.generation import _compat
-from hf_dflow.generation.output import GenerateDFlowOutput
-from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.generation.verification import Verification
+
+if TYPE_CHECKING:
+    from hf_dflow.generation.rows import TargetColumns
+
+Entry = tuple[torch.Tensor, ...]  # of each layer
+COLLECTED = ("scores", "logits", "hidden_states", "attentions")
 
 
 class Records:
-    """Collects what `return_dict_in_generate` asked for.
+    """Collects for one row what `return_dict_in_generate` asked for.
 
     Args:
         config (`GenerationConfig`): Whose `output_*` flags decide.
@@ -20,46 +24,89 @@ class Records:
 
     def __init__(self, config: GenerationConfig):
         wanted = bool(config.return_dict_in_generate)
-        self.scores: list[torch.Tensor] | None = [] if wanted and config.output_scores else None
-        self.logits: list[torch.Tensor] | None = [] if wanted and config.output_logits else None
-        self.hidden_states: list[tuple] | None = [] if wanted and config.output_hidden_states else None
-        self.attentions: list[tuple] | None = [] if wanted and config.output_attentions else None
+        self.scores: list[torch.Tensor] | None = [] if wanted and config.output_scores else None  # [1, V] each
+        self.logits: list[torch.Tensor] | None = [] if wanted and config.output_logits else None  # [1, V] each
+        self.hidden_states: list[Entry] | None = [] if wanted and config.output_hidden_states else None
+        self.attentions: list[Entry] | None = [] if wanted and config.output_attentions else None
 
     def scores_with(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        """Scores of all tokens, those of a step `[B, k, V]` last, for stopping criteria; `None` if not collected."""
+        """Scores of all tokens, those of a step `[1, k, V]` last, for stopping criteria; `None` if not collected."""
         return None if self.scores is None else (*self.scores, *rows.unbind(1))
 
-    def add(self, verification: Verification, outputs, count: int, is_prefill: bool) -> None:
-        """Add the first `count` tokens of a step."""
-        if self.scores is not None:
-            self.scores.extend(verification.scores[:, :count].unbind(1))
-        if self.logits is not None:
-            self.logits.extend(verification.raw_logits[:, :count].unbind(1))
-        if self.hidden_states is not None:
-            for i in range(count):
-                rows = slice(None) if is_prefill else slice(i, i + 1)
-                self.hidden_states.append(tuple(layer[:, rows] for layer in outputs.hidden_states))
-        if self.attentions is not None:
-            windows = _compat.attention_windows(_compat.get_cache(outputs), len(outputs.attentions))
-            for i in range(count):
-                if is_prefill:
-                    self.attentions.append(tuple(outputs.attentions))
-                else:
-                    layers = zip(outputs.attentions, windows, strict=True)
-                    self.attentions.append(tuple(_attention_row(layer, i, window) for layer, window in layers))
+    def add(
+        self,
+        row: int,
+        count: int,
+        *,
+        verification: Verification,
+        outputs: Any,
+        is_prefill: bool,
+        columns: "TargetColumns | None",
+        length: int,
+    ) -> None:
+        """Add the first `count` tokens of a step.
 
-    def output(self, sequences: torch.Tensor, cache: Cache, statistics: AcceptanceStatistics) -> GenerateDFlowOutput:
-        collected: dict[str, Any] = {
-            name: None if getattr(self, name) is None else tuple(getattr(self, name))
-            for name in ("scores", "logits", "hidden_states", "attentions")
-        }
-        cache_field = next(name for name in _compat.CACHE_NAMES if name in GenerateDFlowOutput.__dataclass_fields__)
-        collected[cache_field] = cache
-        return GenerateDFlowOutput(sequences=sequences, statistics=statistics, **collected)  # type: ignore[arg-type]
+        Args:
+            row (`int`): Which row of the batch this is.
+            verification, outputs: Of the step, for the whole batch.
+            columns (`TargetColumns`, *optional*): Of the target's cache before the step, where rows have holes.
+            length (`int`): Tokens of the row that were cached before the step, padding counted.
+        """
+        one = slice(row, row + 1)
+        if self.scores is not None:
+            self.scores.extend(verification.scores[one, :count].unbind(1))
+        if self.logits is not None:
+            self.logits.extend(verification.raw_logits[one, :count].unbind(1))
+        for i in range(count):
+            if self.hidden_states is not None:
+                states = slice(None) if is_prefill else slice(i, i + 1)
+                self.hidden_states.append(tuple(layer[one, states] for layer in outputs.hidden_states))
+            if self.attentions is None:
+                continue
+            layers = [layer[one] for layer in outputs.attentions]
+            if is_prefill:
+                self.attentions.append(tuple(layers))
+            elif columns is not None:
+                rows = [layer[:, :, i : i + 1] for layer in layers]
+                self.attentions.append(tuple(columns.spread(layer, row, i, length) for layer in rows))
+            else:
+                windows = _compat.attention_windows(_compat.get_cache(outputs), len(layers))
+                pairs = zip(layers, windows, strict=True)
+                self.attentions.append(tuple(_attention_row(layer, i, window) for layer, window in pairs))
+
+
+def combine(records: list[Records]) -> dict[str, Any]:
+    """The fields of the output: for each step of the longest row, all rows; 0 where a row had ended before.
+
+    Args:
+        records (`list[Records]`): Of each row, in the caller's order.
+    """
+    fields: dict[str, Any] = {}
+    for name in COLLECTED:
+        rows = [getattr(one, name) for one in records]
+        if rows[0] is None:
+            fields[name] = None
+            continue
+        longest = max(rows, key=len)
+        steps = [[row[i] if i < len(row) else _zeros(longest[i]) for row in rows] for i in range(len(longest))]
+        fields[name] = tuple(_join(step) for step in steps)
+    return fields
+
+
+def _zeros(entry: torch.Tensor | Entry) -> torch.Tensor | Entry:
+    return torch.zeros_like(entry) if isinstance(entry, torch.Tensor) else tuple(map(torch.zeros_like, entry))
+
+
+def _join(rows: list) -> torch.Tensor | Entry:
+    if len(rows) == 1:
+        return rows[0]
+    return torch.cat(rows) if isinstance(rows[0], torch.Tensor) else tuple(map(torch.cat, zip(*rows, strict=True)))
 
 
 def _attention_row(attention: torch.Tensor, row: int, window: int | None) -> torch.Tensor:
-    """Row `row` of `[B, heads, rows, keys]` with the keys that plain decoding would have held for it, no later ones."""
+    """Row `row` of `[1, heads, rows, keys]` with the keys that plain decoding would have held for it, no later ones."""
+    if window == -1:
+        return attention[:, :, row : row + 1]
     end = attention.shape[-1] - (attention.shape[-2] - 1 - row)
     start = 0 if window is None else max(0, end - window)
     return attention[:, :, row : row + 1, start:end]

@@ -10,12 +10,13 @@ class AcceptanceStatistics:
     """What happened in the steps of one call; the same for one row when it stands in `per_row`.
 
     A *step* drafts at least one token and verifies it with one target forward. Prefill and steps without room for a
-    draft are target forwards, not steps.
+    draft are target forwards, not steps. In the total of a batch the lists of steps are its rows' one after the other,
+    and a forward that serves several rows counts once; each of these rows counts it as its own.
 
     Args:
         per_step_accepted (`list[int]`): Accepted drafts that entered the output, each step; the bonus is not counted.
         per_step_drafted (`list[int]`): Drafts verified, each step.
-        num_target_forwards (`int`): Forwards of the target, prefill included.
+        num_target_forwards (`int`): Forwards of the target, prefill included; in chunks it counts once.
         num_draft_forwards (`int`): Forwards of the drafter.
         num_output_tokens (`int`): Tokens that entered the output.
         verification (`str`): The rule: "greedy", "token" or "block".
@@ -40,6 +41,22 @@ class AcceptanceStatistics:
             self.num_draft_forwards += 1
             self.per_step_drafted.append(drafted)
             self.per_step_accepted.append(accepted)
+
+    @classmethod
+    def total(
+        cls, rows: list["AcceptanceStatistics"], *, num_target_forwards: int, num_draft_forwards: int
+    ) -> "AcceptanceStatistics":
+        """The statistics of a batch of `rows`, given the forwards that were really run."""
+        return cls(
+            per_step_accepted=[length for row in rows for length in row.per_step_accepted],
+            per_step_drafted=[length for row in rows for length in row.per_step_drafted],
+            num_target_forwards=num_target_forwards,
+            num_draft_forwards=num_draft_forwards,
+            num_output_tokens=sum(row.num_output_tokens for row in rows),
+            verification=rows[0].verification,
+            lossless=all(row.lossless for row in rows),
+            per_row=rows,
+        )
 
     @property
     def num_spec_steps(self) -> int:

@@ -1,28 +1,32 @@
 """One target forward over anchor and drafts, and what it decides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_dflow.errors import UnsupportedGenerationError
-from hf_dflow.generation.acceptance import AcceptanceContext, AcceptanceProcessor
+from hf_dflow.generation.acceptance import AcceptanceContext
 from hf_dflow.generation.configuration import DFlowOptions
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.path import PathProcessor
 from hf_dflow.kernels import check_backend, verify_block
 
-# (new token ids [1, k], their score rows [1, k, V]) -> whether the sequence ends with the k-th, given that it did not
+if TYPE_CHECKING:
+    from hf_dflow.generation.state import Row
+
+# (row, new token ids [1, k], their score rows [1, k, V]) -> whether the row ends with the k-th, given that it did not
 # end before. Asked once for each token, as plain decoding asks its stopping criteria.
-EndsWith = Callable[[torch.Tensor, torch.Tensor], bool]
+EndsWith = Callable[["Row", torch.Tensor, torch.Tensor], bool]
 
 
 @dataclass(frozen=True)
 class Verification:
     """A target forward and its decision. Row i predicts the token after draft i; row 0 is the anchor's.
 
-    With lazy processors `scores` has only the rows that plain decoding would have processed.
+    With lazy processors `scores` has only the rows that plain decoding would have processed. Where a row of the batch
+    verifies fewer drafts than N, what lies behind them means nothing.
     """
 
     accepted_length: torch.Tensor  # [B] drafts, bonus not counted
@@ -31,7 +35,20 @@ class Verification:
     scores: torch.Tensor  # [B, up to N + 1, V] float32, processed
     features: torch.Tensor  # [B, rows, taps * target_hidden_size]; rows is N + 1, or the prompt's length at prefill
     is_number: torch.Tensor  # [B] False where sampling would meet NaN
-    is_stopped: bool = False  # rows were judged one by one, and the sequence ends with the last accepted draft
+    is_stopped: tuple[bool, ...] = ()  # [B] judged one by one, it ends with the last accepted draft; empty: none does
+
+    def row(self, row: int, length: int) -> "Verification":
+        """The verification of one row, as if it were alone, with its `length` drafts."""
+        one = slice(row, row + 1)
+        return Verification(
+            accepted_length=self.accepted_length[one],
+            bonus_ids=self.bonus_ids[one],
+            raw_logits=self.raw_logits[one, : length + 1],
+            scores=self.scores[one, : length + 1],
+            features=self.features[one, : length + 1],
+            is_number=self.is_number[one],
+            is_stopped=self.is_stopped[one],
+        )
 
 
 class Verifier:
@@ -39,18 +56,16 @@ class Verifier:
 
     Args:
         rule (`str`): "greedy", "token" or "block".
-        path (`PathProcessor`): The call's logits processors.
-        processors (`list[AcceptanceProcessor]`): The call's acceptance processors.
         backend (`str`, *optional*, defaults to `"auto"`): Of `verify_block`.
     """
 
-    def __init__(self, rule: str, path: PathProcessor, processors: list[AcceptanceProcessor], backend: str = "auto"):
-        self.rule, self.path, self.backend = rule, path, backend
-        self.relaxing = [processor for processor in processors if processor.is_lossy]
+    def __init__(self, rule: str, backend: str = "auto"):
+        self.rule, self.backend = rule, backend
 
     def __call__(
         self,
-        prefix_ids: torch.Tensor,
+        rows: "list[Row]",
+        lengths: list[int],
         draft: DraftBlock,
         target_logits: torch.Tensor,
         features: torch.Tensor,
@@ -60,7 +75,8 @@ class Verifier:
         """Accept or reject.
 
         Args:
-            prefix_ids (`torch.LongTensor` of shape `(B, T)`): Committed tokens.
+            rows (`list[Row]`): B rows.
+            lengths (`list[int]`): How many drafts each row verifies, at most N.
             draft (`DraftBlock`): N drafts, 0 at prefill.
             target_logits (`torch.Tensor` of shape `(B, N + 1, V)`): Raw logits of anchor and drafts.
             features (`torch.Tensor` of shape `(B, rows, taps * target_hidden_size)`): Tapped states of all rows.
@@ -68,13 +84,12 @@ class Verifier:
             ends (`EndsWith`): Asked, where rows are judged one by one, whether an accepted draft ends the sequence.
         """
         raw_logits = target_logits.float()  # plain generation compares in float32, whatever the model computes in
-        path_ids = torch.cat([prefix_ids, draft.token_ids], dim=1)
-        is_stopped = False
-        if self.path.is_lazy:
-            accepted, bonus, scores, is_stopped = self._one_by_one(path_ids, draft, raw_logits, uniforms, ends)
+        stopped: tuple[bool, ...] = ()
+        if rows[0].path.is_lazy:
+            accepted, bonus, scores, stopped = self._one_by_one(rows, lengths, draft, raw_logits, uniforms, ends)
         else:
-            scores = self.path.target(path_ids, raw_logits)
-            accepted, bonus = self._decide(draft.token_ids, draft.logits, scores, uniforms)
+            scores = self._process(rows, lengths, draft, raw_logits)
+            accepted, bonus = self._decide(rows, lengths, draft, scores, uniforms)
         return Verification(
             accepted_length=accepted,
             bonus_ids=bonus,
@@ -82,60 +97,94 @@ class Verifier:
             scores=scores,
             features=features,
             is_number=self._is_number(scores, accepted),
-            is_stopped=is_stopped,
+            is_stopped=stopped,
         )
+
+    def _process(
+        self, rows: "list[Row]", lengths: list[int], draft: DraftBlock, raw_logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores `[B, N + 1, V]`: each row of logits after the processors, on the prefix it follows."""
+        if rows[0].path.drafts_at_once:  # of one kind for all rows
+            return rows[0].path.target(draft.token_ids, raw_logits)
+        scores = []
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            path_ids = torch.cat([row.ids, draft.token_ids[i : i + 1, :length]], dim=1)
+            scores.append(row.path.target(path_ids, raw_logits[i : i + 1, : length + 1]))
+        return _stack(scores, raw_logits.shape[1])
 
     def _decide(
         self,
-        draft_ids: torch.Tensor,
-        draft_logits: torch.Tensor,
+        rows: "list[Row]",
+        lengths: list[int],
+        draft: DraftBlock,
         scores: torch.Tensor,
         uniforms: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments: dict[str, Any] = {
-            "draft_ids": draft_ids,
-            "draft_logits": draft_logits,
+            "draft_ids": draft.token_ids,
+            "draft_logits": draft.logits,
             "target_logits": scores,
             "uniforms": uniforms,
             "rule": self.rule,
             "backend": self.backend,
+            "lengths": draft.lengths,
         }
         decision = verify_block(**arguments)
-        if self.relaxing and draft_ids.shape[1]:
-            probs = decision.acceptance_probs
-            for processor in self.relaxing:
-                probs = processor.adjust_acceptance(AcceptanceContext(draft_ids, scores[:, :-1], draft_logits, probs))
+        if draft.token_ids.shape[1] and any(one.is_lossy for one in rows[0].acceptance_processors):
+            probs = decision.acceptance_probs.clone()
+            for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                own = draft.row(i, length)
+                for processor in row.acceptance_processors if length else []:
+                    if processor.is_lossy:
+                        context = AcceptanceContext(
+                            own.token_ids, scores[i : i + 1, :length], own.logits, probs[i : i + 1, :length]
+                        )
+                        probs[i : i + 1, :length] = processor.adjust_acceptance(context)
             decision = verify_block(**arguments, acceptance_probs=probs)
         return decision.accepted_length, decision.bonus_ids
 
     def _one_by_one(
         self,
-        path_ids: torch.Tensor,
+        rows: "list[Row]",
+        lengths: list[int],
         draft: DraftBlock,
         raw_logits: torch.Tensor,
         uniforms: torch.Tensor | None,
         ends: EndsWith,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[bool, ...]]:
+        """Judge each row's drafts one after the other."""
+        judged = []
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            one = slice(i, i + 1)
+            row_uniforms = None if uniforms is None else uniforms[one]
+            judged.append(self._judge(row, draft.row(i, length), raw_logits[one], row_uniforms, ends))
+        accepted, bonus, scores, stopped = zip(*judged, strict=True)
+        longest = max(row_scores.shape[1] for row_scores in scores)
+        return torch.cat(accepted), torch.cat(bonus), _stack(scores, longest), stopped
+
+    def _judge(
+        self, row: "Row", draft: DraftBlock, raw_logits: torch.Tensor, uniforms: torch.Tensor | None, ends: EndsWith
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
         """Process a row only once all drafts before it are accepted: the processors see what plain decoding shows."""
         num_drafts = draft.token_ids.shape[1]
-        prefix_length = path_ids.shape[1] - num_drafts
-        rows: list[torch.Tensor] = []
+        path_ids = torch.cat([row.ids, draft.token_ids], dim=1)
+        scores: list[torch.Tensor] = []
         count, is_stopped = 0, False  # drafts accepted so far
         while True:
-            rows.append(self.path.target_row(path_ids[:, : prefix_length + count], raw_logits[:, count]))
+            scores.append(row.path.target_row(path_ids[:, : row.length + count], raw_logits[:, count]))
             judged = slice(count, min(count + 1, num_drafts))  # the next draft, or none behind the last
-            row_scores = torch.stack([rows[-1]] * (1 + judged.stop - judged.start), dim=1)
+            next_draft = DraftBlock(draft.token_ids[:, judged], draft.logits[:, judged], draft.is_finite)
+            num_judged = judged.stop - judged.start
+            row_scores = torch.stack([scores[-1]] * (1 + num_judged), dim=1)
             row_uniforms = None if uniforms is None else torch.cat([uniforms[:, judged], uniforms[:, -1:]], dim=1)
-            accepted, bonus = self._decide(
-                draft.token_ids[:, judged], draft.logits[:, judged], row_scores, row_uniforms
-            )
+            accepted, bonus = self._decide([row], [num_judged], next_draft, row_scores, row_uniforms)
             if not int(accepted[0]):
                 break
             count += 1
-            is_stopped = ends(draft.token_ids[:, :count], torch.stack(rows, dim=1))
+            is_stopped = ends(row, draft.token_ids[:, :count], torch.stack(scores, dim=1))
             if is_stopped:  # a grammar must not be asked what follows the end
                 break
-        return torch.full_like(accepted, count), bonus, torch.stack(rows, dim=1), is_stopped
+        return torch.full_like(accepted, count), bonus, torch.stack(scores, dim=1), is_stopped
 
     def _is_number(self, scores: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         """Plain sampling refuses NaN and +inf, plain greedy decoding does not."""
@@ -144,6 +193,11 @@ class Verifier:
         is_judged = torch.arange(scores.shape[1], device=scores.device) <= accepted[:, None]
         top = scores.amax(dim=-1)  # NaN wins a maximum, and a row of -inf has no law
         return (top.isfinite() | ~is_judged).all(dim=-1)
+
+
+def _stack(scores: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Scores `[1, n, V]` of each row as `[B, width, V]`; what a row lacks is 0 and read by nobody."""
+    return torch.cat([torch.nn.functional.pad(row, (0, 0, 0, width - row.shape[1])) for row in scores])
 
 
 def choose_rule(do_sample: bool, options: DFlowOptions, path: PathProcessor) -> str:

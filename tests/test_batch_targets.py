@@ -1,0 +1,252 @@
+"""Families of targets: together where rows can keep their own pace, one by one with a warning elsewhere, or refused."""
+
+import pytest
+import torch
+from batches import padded
+from kit import (
+    NudgedDrafter,
+    PatternDrafter,
+    assert_not_vacuous,
+    dflow_greedy,
+    plain_greedy,
+    prompt_of,
+    tiny_drafter,
+    tiny_target,
+)
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Phi3Config, Qwen3MoeConfig, Qwen3NextConfig
+
+from hf_dflow import UnsupportedGenerationError
+
+NEW_TOKENS = 20
+PROMPTS = [prompt_of(length, seed=length) for length in (3, 12, 1)]  # 12 and 20 more cross the window of 8
+WIDTH = 12
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CONFIGS = {
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4),
+    # Its own prepare_inputs_for_generation, of which nobody knows what holes do to it.
+    "phi3": lambda: Phi3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
+}
+TOGETHER = ("llama", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+ONE_BY_ONE = ("mistral_sliding", "gemma", "gemma_sliding", "phi3")
+
+
+def target_for(family: str):
+    """In float64 where its attention and experts can be: eager float64 makes padding NaN, experts have no float64."""
+    if "gemma" in family:
+        return tiny_target(family, dtype=torch.float32)
+    if family not in CONFIGS:
+        return tiny_target(family, attention="sdpa")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="sdpa")
+    with torch.no_grad():
+        target.lm_head.weight[63] *= 0.01  # as in kit: it never says the mask token
+    dtype = torch.float64 if family == "phi3" else torch.float32
+    return target.to(dtype).eval().requires_grad_(False)
+
+
+def texts_of(target):
+    return [(plain_greedy(target, one, NEW_TOKENS + 8), one.shape[1]) for one in PROMPTS]
+
+
+def batch(target, drafter, **options):
+    ids, mask = padded(PROMPTS)
+    return dflow_greedy(target, drafter, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **options)
+
+
+@pytest.mark.parametrize("drafter_class", [PatternDrafter, NudgedDrafter])
+@pytest.mark.parametrize("family", TOGETHER + ONE_BY_ONE)
+def test_every_family_decodes_batches(family, drafter_class, caplog):
+    """Positions, windows, experts or rotary tables that depend on holes, on padding or on the longest row."""
+    target = target_for(family)
+    drafter = tiny_drafter(target, 8, drafter_class=drafter_class)
+    drafter.pattern, drafter.offset = [3, 0, 7, 1, 5], 2 if family in TOGETHER else 0
+    texts = texts_of(target)
+    output = batch(target, drafter.follow_rows(texts))
+    for row, (text, length) in enumerate(texts):
+        assert output.sequences[row, WIDTH:].tolist() == text[0, length : length + NEW_TOKENS].tolist()
+    assert_not_vacuous(output.statistics)
+    row_by_row = [record for record in caplog.records if "row by row" in record.getMessage()]
+    assert len(row_by_row) == (family in ONE_BY_ONE)
+    forwards = [row.num_target_forwards for row in output.statistics.per_row]
+    assert output.statistics.num_target_forwards == (max(forwards) if family in TOGETHER else sum(forwards))
+
+
+def test_rows_one_by_one_share_nothing_but_the_call(caplog):
+    """Row by row: seeds that start anew for each row, records that are not put together, one warning a row."""
+    target = target_for("mistral_sliding")
+    ids, mask = padded(PROMPTS)
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": NEW_TOKENS,
+        "output_scores": True,
+        "output_hidden_states": True,
+    }
+    plain = plain_greedy(target, ids, return_dict_in_generate=True, **options)
+    output = dflow_greedy(target, tiny_drafter(target), ids, **options)
+    assert torch.equal(output.sequences, plain.sequences)
+    for ours, theirs in zip(output.scores, plain.scores, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(output.hidden_states[1:], plain.hidden_states[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    torch.manual_seed(0)
+    sampled = target.generate(
+        prompt_of(5), assistant_model=tiny_drafter(target), speculation_type="dflow", do_sample=True,
+        num_return_sequences=3, max_new_tokens=8, temperature=2.0,
+    )  # fmt: skip
+    assert len({tuple(row) for row in sampled.tolist()}) == 3
+
+
+def test_a_filled_cache_of_a_batch_that_goes_one_by_one_is_refused():
+    """A prefix that is forgotten, which changes the text."""
+    target = target_for("mistral_sliding")
+    held = target(torch.cat([prompt_of(4)] * 2), use_cache=True)
+    name = next(name for name in ("cache", "past_key_values") if name in held)
+    with pytest.raises(UnsupportedGenerationError, match="row by row"):
+        target.generate(
+            torch.cat([prompt_of(9)] * 2), assistant_model=tiny_drafter(target), speculation_type="dflow",
+            max_new_tokens=4, **{name: held[name]},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_tables_that_change_with_the_length(kind):
+    """A block computed with the table of its last, perhaps rejected, position: text that plain decoding never says."""
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    positions = 16 if kind == "dynamic" else 32
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(**SIZES, rope_parameters=rope, max_position_embeddings=positions)
+        target = AutoModelForCausalLM.from_config(config).double().eval()
+    drafter, prompt = tiny_drafter(target, 4), prompt_of(5)
+    with pytest.raises(UnsupportedGenerationError, match="at most 16"):
+        dflow_greedy(target, drafter, prompt, max_length=17)
+    text = plain_greedy(target, prompt, 11)
+    assert torch.equal(dflow_greedy(target, drafter, prompt, max_length=16).sequences, text)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_linear_attention_is_refused(batch_size):
+    """Rejected drafts left in a recurrent state; or noticed only after the prompt has been computed."""
+    layers = ["linear_attention", "full_attention"] * 2
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+              "linear_value_head_dim": 8}  # fmt: skip
+    config = Qwen3NextConfig(**SIZES, **EXPERTS, **linear, layer_types=layers, num_experts=4,
+                             shared_expert_intermediate_size=24)  # fmt: skip
+    target, calls = AutoModelForCausalLM.from_config(config).eval(), []
+    target.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(UnsupportedGenerationError, match=r"linear|recurrent") as error:
+        dflow_greedy(target, tiny_drafter(target), prompt_of(5).repeat(batch_size, 1), max_new_tokens=4)
+    assert not calls and "\n" not in str(error.value)
+
+
+class QuantisedHead(nn.Module):
+    """Exposes nothing but forward(), as a packed head does."""
+
+    def __init__(self, head: nn.Linear):
+        super().__init__()
+        scale = head.weight.abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("packed", (head.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, hidden):
+        return hidden @ (self.packed.to(hidden.dtype) * self.scale).T
+
+
+def test_quantised_head():
+    """C8 in a batch: code that reads a weight matrix of the head."""
+    target = target_for("llama")
+    target.lm_head = QuantisedHead(target.lm_head)
+    texts = texts_of(target)
+    drafter = tiny_drafter(target, 8, drafter_class=NudgedDrafter).follow_rows(texts)
+    output = batch(target, drafter)
+    for row, (text, length) in enumerate(texts):
+        assert output.sequences[row, WIDTH:].tolist() == text[0, length : length + NEW_TOKENS].tolist()
+    assert_not_vacuous(output.statistics)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_peft_wrapped_target(batch_size):
+    """I3: the base model's text instead of the adapted one's, also after adapters are switched; a drafter that gets the
+    adapter."""
+    peft = pytest.importorskip("peft")
+    base = target_for("llama")
+    plain_base = [plain_greedy(base, one, NEW_TOKENS)[0, one.shape[1] :].tolist() for one in PROMPTS]
+    drafter = tiny_drafter(base, 8, drafter_class=NudgedDrafter)
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        target = peft.get_peft_model(base, config).double().eval()
+    ids, mask = padded(PROMPTS[:batch_size])
+    width = ids.shape[1]
+
+    def both():
+        texts = []
+        for one in PROMPTS[:batch_size]:
+            text = target.generate(input_ids=one, max_new_tokens=NEW_TOKENS + 8, do_sample=False)
+            texts.append((text, one.shape[1]))
+        output = target.generate(
+            input_ids=ids, attention_mask=mask, assistant_model=drafter.follow_rows(texts), do_sample=False,
+            speculation_type="dflow", max_new_tokens=NEW_TOKENS, return_dict_in_generate=True,
+        )  # fmt: skip
+        for row, (text, length) in enumerate(texts):
+            assert output.sequences[row, width:].tolist() == text[0, length : length + NEW_TOKENS].tolist()
+        assert_not_vacuous(output.statistics)
+        return [text[0, length : length + NEW_TOKENS].tolist() for text, length in texts]
+
+    assert both() != plain_base[:batch_size]
+    with target.disable_adapter():
+        assert both() == plain_base[:batch_size]
+    assert both() != plain_base[:batch_size]
+    assert not any("lora" in name for name, _ in drafter.named_modules())
+
+
+def test_prompt_tuning_is_refused():
+    """Virtual tokens that no position of ours counts."""
+    peft = pytest.importorskip("peft")
+    base, calls = target_for("llama"), []
+    drafter = tiny_drafter(base)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    target = peft.get_peft_model(base, config).double().eval()
+    base.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(UnsupportedGenerationError, match="prompt tuning"):
+        target.generate(
+            input_ids=prompt_of(5), assistant_model=drafter, speculation_type="dflow", max_new_tokens=4, do_sample=False
+        )
+    assert not calls
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+def test_flash_attention():
+    """Holes that flash attention does not unpad, or attends to."""
+    pytest.importorskip("flash_attn")
+    texts = {}
+    for attention in ("sdpa", "flash_attention_2"):
+        target = tiny_target("llama", attention=attention, dtype=torch.bfloat16).cuda()
+        drafter = tiny_drafter(target, 8, drafter_class=PatternDrafter).cuda()
+        drafter.pattern, drafter.offset = [3, 0, 7, 1, 5], 2
+        ids, mask = (part.cuda() for part in padded(PROMPTS))
+        alone = [(plain_greedy(target, one.cuda(), NEW_TOKENS + 8), one.shape[1]) for one in PROMPTS]
+        output = dflow_greedy(
+            target, drafter.follow_rows(alone), ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, output_logits=True
+        )
+        texts[attention] = torch.stack(output.logits[:4])
+    torch.testing.assert_close(texts["sdpa"], texts["flash_attention_2"], atol=0.1, rtol=0.1)

@@ -1,0 +1,164 @@
+"""Every field of `GenerationConfig`: the same result as plain decoding, or refused with these words.
+
+A field that a new release of transformers adds makes this fail until somebody has found out which of the two it is.
+"""
+
+import pytest
+import torch
+from kit import PatternDrafter, assert_not_vacuous, prompt_of, scripted, tiny_target, tiny_tokenizer
+from transformers import GenerationConfig, __version__
+
+NEW_TOKENS, EOS = 24, 11
+PROMPT = prompt_of(9)
+FLOAT32 = 1e-4  # scores are float32, and a block sums in another order than single tokens
+NEWEST = "5.24"
+
+# Greedy text equals plain decoding's under the same options. Some change the text, some have nothing to do with it.
+SAME = {
+    "bad_words_ids": {"bad_words_ids": [[13], [28], [3, 4]]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(1, 64, 2))},
+    "bos_token_id": {"bos_token_id": 5},
+    "cache_implementation": {"cache_implementation": "dynamic"},
+    "disable_compile": {"disable_compile": True},
+    "decoder_start_token_id": {"decoder_start_token_id": 3},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
+    "eos_token_id": {"eos_token_id": EOS},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (6, 1.4), "eos_token_id": EOS},
+    "forced_bos_token_id": {"forced_bos_token_id": 7},
+    "forced_eos_token_id": {"forced_eos_token_id": EOS},
+    "guidance_scale": {"guidance_scale": 1.7},
+    "max_cache_len": {"max_cache_len": 64},
+    "max_length": {"max_length": 9 + 17},
+    "max_new_tokens": {"max_new_tokens": 17},
+    "max_time": {"max_time": 1e6},
+    "min_length": {"min_length": 18, "eos_token_id": EOS, "sequence_bias": [[[EOS], 6.0]]},
+    "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": EOS, "sequence_bias": [[[EOS], 6.0]]},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+    "pad_token_id": {"pad_token_id": 5},
+    "prefill_chunk_size": {"prefill_chunk_size": 4},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "renormalize_logits": {"renormalize_logits": True},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "return_dict_in_generate": {"return_dict_in_generate": True},
+    "sequence_bias": {"sequence_bias": [[[5], 2.5], [[5, 9], 2.0], [[20], -5.0]]},
+    "stop_strings": {"stop_strings": ["q"], "tokenizer": tiny_tokenizer()},
+    "suppress_tokens": {"suppress_tokens": list(range(0, 64, 3))},
+    "use_cache": {"use_cache": True},
+    "watermarking_config": {"watermarking_config": {"bias": 3.0, "seeding_scheme": "lefthash"}},
+    # Of beams and of other generators; plain greedy decoding does not read them either.
+    "compile_config": {},
+    "cache_config": {},
+    "continuous_batching_config": {},
+    "early_stopping": {"early_stopping": False},
+    "length_penalty": {"length_penalty": 1.0},
+    "low_memory": {},
+    # Of classic assisted generation: the drafter's block and num_draft_tokens decide.
+    "assistant_confidence_threshold": {"assistant_confidence_threshold": 0.9},
+    "assistant_lookbehind": {"assistant_lookbehind": 3},
+    "is_assistant": {"is_assistant": False},
+    "max_matching_ngram_size": {"max_matching_ngram_size": 4},
+    "num_assistant_tokens": {"num_assistant_tokens": 2},
+    "num_assistant_tokens_schedule": {"num_assistant_tokens_schedule": "heuristic"},
+    "target_lookbehind": {"target_lookbehind": 3},
+}
+# Sampled: the law of the first tokens is plain decoding's (test_processors.py looks at all others).
+SAMPLED = {
+    "do_sample": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.15},
+    "top_h": {"top_h": 0.4},
+    "typical_p": {"typical_p": 0.6},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.02},
+    "eta_cutoff": {"eta_cutoff": 0.3},
+    "num_return_sequences": {"num_return_sequences": 3},
+}
+REFUSED = {
+    "assistant_early_exit": ({"assistant_early_exit": 2}, "assistant_early_exit"),
+    "assistant_ensemble_weight": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
+    "constraints": ({"constraints": [1], "num_beams": 2}, "Constrained|num_beams|constraints"),
+    "diversity_penalty": ({"diversity_penalty": 0.5, "num_beams": 2, "num_beam_groups": 2}, "Group|num_beams"),
+    "dola_layers": ({"dola_layers": "low"}, "dola_layers"),
+    "force_words_ids": ({"force_words_ids": [[3]]}, "Constrained|force_words_ids"),
+    "num_beam_groups": ({"num_beams": 2, "num_beam_groups": 2}, "Group|num_beams"),
+    "num_beams": ({"num_beams": 2}, "num_beams"),
+    "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, "Contrastive|penalty_alpha"),
+    "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
+    "token_healing": ({"token_healing": True, "tokenizer": tiny_tokenizer()}, "token_healing"),
+    "use_cache": ({"use_cache": False}, "use_cache"),
+    "use_mtp": ({"use_mtp": True}, "use_mtp"),
+    "cache_implementation": ({"cache_implementation": "quantized"}, "cache_implementation"),
+}
+NOT_OPTIONS = {"speculation_type", "transformers_version"}  # the flag itself, and who wrote the file
+
+
+def fields() -> set[str]:
+    return {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+
+
+def test_every_field_is_here():
+    """A new option that nobody has looked at, silently ignored."""
+    known = {*SAME, *SAMPLED, *REFUSED, *NOT_OPTIONS}
+    assert fields() <= known, sorted(fields() - known)
+    if __version__.startswith(NEWEST):
+        assert known <= fields(), sorted(known - fields())
+
+
+def present(names):
+    return [name for name in names if name in fields()]
+
+
+@pytest.mark.parametrize("name", present(SAME))
+def test_same_result(name):
+    """An option that reaches plain decoding only."""
+    target, options = tiny_target(), dict(SAME[name])
+    length = {} if {"max_length", "max_new_tokens"} & set(options) else {"max_new_tokens": NEW_TOKENS}
+    slack = {"max_new_tokens": NEW_TOKENS + 8} if name != "forced_eos_token_id" else length
+    alone = {key: value for key, value in options.items() if not key.startswith(("output", "return", "max_"))}
+    text = target.generate(PROMPT, do_sample=False, **alone, **slack)
+    drafter = scripted(PatternDrafter, target, PROMPT, 1, pattern=[5, 1, 0, 3]).follow(text, PROMPT.shape[1])
+    plain = target.generate(PROMPT, do_sample=False, **options, **length)
+    ours = target.generate(
+        PROMPT, do_sample=False, **options, **length, assistant_model=drafter, speculation_type="dflow"
+    )
+    if not isinstance(plain, torch.Tensor):
+        assert_not_vacuous(ours.statistics)
+        for field in ("scores", "logits", "hidden_states", "attentions"):
+            assert (getattr(plain, field) is None) == (getattr(ours, field) is None)
+        plain, ours = plain.sequences, ours.sequences
+    assert isinstance(ours, torch.Tensor) and torch.equal(ours, plain)
+    assert len(drafter.anchor_positions) > 2
+
+
+@pytest.mark.parametrize("name", present(SAMPLED))
+def test_same_law(name):
+    """A warper that reaches drafts or target only, or rows of one prompt that share a law by mistake."""
+    target = tiny_target()
+    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=[5, 1, 0, 3])
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "output_scores": True, **SAMPLED[name]}
+    options |= {"return_dict_in_generate": True}
+    torch.manual_seed(0)
+    plain = target.generate(PROMPT, **options)
+    ours = target.generate(PROMPT, **options, assistant_model=drafter, speculation_type="dflow")
+    assert ours.sequences.shape == plain.sequences.shape
+    torch.testing.assert_close(ours.scores[0], plain.scores[0], atol=FLOAT32, rtol=FLOAT32)
+    for row in range(len(ours.sequences)):
+        assert ours.scores[0][row, ours.sequences[row, -2]].isfinite()
+
+
+@pytest.mark.parametrize("name", present(REFUSED))
+def test_refused(name):
+    """An option under which decoding silently goes another way, or fails in the middle."""
+    target, calls = tiny_target(), []
+    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS)
+    target.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    options, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words) as error:
+        target.generate(PROMPT, max_new_tokens=4, **options, assistant_model=drafter, speculation_type="dflow")
+    assert calls == [] and len(str(error.value).splitlines()) == 1
