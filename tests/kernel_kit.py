@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="the kernels need Triton: pip install 'hf-d
 
 import triton.runtime.interpreter as interpreter
 
-from hf_dflow.kernels import SparseLogits, tiles, verification
+from hf_dflow.kernels import BlockDecision, SparseLogits, tiles, verification, verify_block
+from hf_dflow.kernels.agreement import compare_decisions
 
 pytestmark_interpreter = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of 1/0 in lanes nobody reads
 
@@ -59,6 +60,20 @@ def tiled(block: int = 64, rows: int = 1, programs: int = 512) -> Iterator[None]
         yield
     finally:
         tiles.BLOCK, tiles.ROWS, tiles.PROGRAMS = saved
+
+
+def in_small_tiles(**arguments) -> BlockDecision:
+    """`verify_block` in Triton, with tiles of 16 entries and four rows to a program."""
+    with tiled(block=16, rows=4):
+        return verify_block(**arguments, backend="triton")
+
+
+def assert_agrees(**arguments) -> BlockDecision:
+    """The same; fails unless every row is decided as by the reference."""
+    decision = in_small_tiles(**arguments)
+    found = compare_decisions(decision, arguments)
+    assert found.wrong_rows == [] and found.num_excluded == 0
+    return decision
 
 
 def poisoned(*shape, dtype: torch.dtype, device=None) -> torch.Tensor:

@@ -137,7 +137,7 @@ def test_a_gpu_without_triton_is_worth_a_warning(fresh, pretend_gpu, monkeypatch
 def test_auto_on_a_gpu_takes_the_kernels(fresh, pretend_gpu, launched):
     """Bug: "auto" that never chooses Triton."""
     verify_block(**small())
-    assert launched == ["partials_kernel", "weights_kernel", "residual_kernel", "bonus_kernel"]
+    assert launched == ["_partials_kernel", "_weights_kernel", "_residual_kernel", "_bonus_kernel"]
 
 
 def test_unknown_backend():
@@ -235,7 +235,7 @@ def test_generate_takes_the_kernel_path(fresh, monkeypatch, launched, chosen, ru
     with tiled(rows=4):
         out = target.generate(prompt, assistant_model=drafter, generation_config=config)
     assert torch.equal(out.sequences, plain_greedy(target, prompt, 24))  # top_k = 1 leaves the greedy token
-    last = "match_kernel" if rule == "greedy" else "bonus_kernel"
+    last = "_match_kernel" if rule == "greedy" else "_bonus_kernel"
     assert launched.count(last) == out.statistics.num_target_forwards
     assert_not_vacuous(out.statistics)
 

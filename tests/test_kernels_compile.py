@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need Triton: pip install 'hf-dflow[triton]'")
 
 KERNELS = {
-    "argmax_kernel",
-    "match_kernel",
-    "partials_kernel",
-    "weights_kernel",
-    "residual_kernel",
-    "bonus_kernel",
-    "law_kernel",
-    "compact_kernel",
+    "_argmax_kernel",
+    "_match_kernel",
+    "_partials_kernel",
+    "_weights_kernel",
+    "_residual_kernel",
+    "_bonus_kernel",
+    "_law_kernel",
+    "_compact_kernel",
 }
 MAX_REGISTERS = 32 * 1024  # of one program: two of them share a multiprocessor
 MAX_SHARED = 48 * 1024  # what every architecture grants without being asked

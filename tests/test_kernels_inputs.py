@@ -11,7 +11,7 @@ import kernel_kit
 import pytest
 import torch
 import triton.runtime.interpreter as interpreter
-from kernel_kit import poison, random_arguments, tiled  # noqa: F401 - a fixture
+from kernel_kit import assert_agrees, poison, random_arguments, tiled  # noqa: F401 - a fixture
 
 from hf_dflow.kernels import reference, verify_block
 from hf_dflow.kernels.agreement import compare_decisions
@@ -21,14 +21,6 @@ pytestmark = [kernel_kit.pytestmark_interpreter, pytest.mark.usefixtures("poison
 RULES = ("greedy", "token", "block")
 PAGE = mmap.PAGESIZE
 CLOSE = 1e-6  # float32 probabilities
-
-
-def assert_agrees(**arguments):
-    with tiled(block=16, rows=4):
-        decision = verify_block(**arguments, backend="triton")
-    found = compare_decisions(decision, arguments)
-    assert found.wrong_rows == [] and found.num_excluded == 0
-    return decision
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -46,6 +38,7 @@ def test_scenario_e3_strided_and_padded_inputs(rule):
     }
     before = {name: view.clone() for name, view in views.items()}
     assert_agrees(rule=rule, **views)
+    assert_agrees(rule=rule, **{**views, "draft_logits": torch.randn(3, 3, 64)[..., :37]})
     assert all(torch.equal(views[name], before[name]) for name in views)
 
 

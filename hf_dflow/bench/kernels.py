@@ -240,6 +240,7 @@ def measure(clock: Clock, arguments: dict[str, Any], bandwidth: float, is_late: 
 
 
 def _compiled(arguments: dict[str, Any]) -> Callable[[], Any]:
+    torch._dynamo.reset()  # after a handful of shapes it would quietly stop compiling
     compiled = torch.compile(reference.verify_block, dynamic=False)
     return lambda: compiled(**arguments)
 

@@ -100,7 +100,8 @@ def relay_inputs(
 def _setting(device: str, sizes: dict[str, Any]) -> tuple[DFlowDrafter, Callable[[], torch.Tensor]]:
     """A drafter on `device`, and a call of its relay's inputs."""
     with torch.device(device):
-        drafter = DFlowDrafter(DFlowDrafterConfig(**sizes)).to(torch.bfloat16).eval()
+        drafter: Any = DFlowDrafter(DFlowDrafterConfig(**sizes))
+        drafter = drafter.to(torch.bfloat16).eval()
         embedding = nn.Embedding(sizes["vocab_size"], sizes["hidden_size"]).to(torch.bfloat16)
         width = len(sizes["target_layer_ids"]) * sizes["hidden_size"]
         features = torch.randn(1, sizes["block_size"], width, dtype=torch.bfloat16)

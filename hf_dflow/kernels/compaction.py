@@ -14,7 +14,7 @@ BLOCK_D = 128  # of a head's width
 
 
 @triton.jit(do_not_specialize=["num_heads"])
-def compact_kernel(
+def _compact_kernel(
     states_ptr,
     sources_ptr,
     counts_ptr,
@@ -64,7 +64,7 @@ def plan_compaction(states: torch.Tensor, sources: torch.Tensor, counts: torch.T
         "BLOCK_T": BLOCK_T,
         "BLOCK_D": block_d,
     }
-    return Launch(compact_kernel, (batch * heads, triton.cdiv(width, block_d)), arguments, {"num_warps": 4})
+    return Launch(_compact_kernel, (batch * heads, triton.cdiv(width, block_d)), arguments, {"num_warps": 4})
 
 
 def move_rows(states: torch.Tensor, sources: torch.Tensor, counts: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_dflow.kernels import tiles
+from hf_dflow.kernels.backends import is_interpreted
 from hf_dflow.kernels.compaction import plan_compaction
 from hf_dflow.kernels.verification import Launch, plan_verification
 
@@ -184,7 +185,7 @@ def report(architectures: tuple[int, ...] = ARCHITECTURES) -> list[Resources]:
 
 
 def main() -> None:
-    if triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False:
+    if is_interpreted():
         sys.exit("TRITON_INTERPRET is set: unset it, an interpreted kernel has nothing to compile.")
     rows = report()
     if "--json" in sys.argv[1:]:

@@ -119,21 +119,21 @@ def plan_verification(
     if is_greedy:
         everything["tops_ptr"] = empty(num_rows, num_splits, dtype=wide, device=device)
         everything["places_ptr"] = empty(num_rows, num_splits, dtype=torch.int32, device=device)
-        launch(verify_greedy.argmax_kernel, num_rows, num_splits)
-        launch(verify_greedy.match_kernel, batch, num_warps=4)
+        launch(verify_greedy._argmax_kernel, num_rows, num_splits)
+        launch(verify_greedy._match_kernel, batch, num_warps=4)
         return plan
     everything["cells_ptr"] = empty(num_rows, num_splits, verify_sampled.CELL_SIZE, dtype=wide, device=device)
     everything["rows_ptr"] = empty(num_rows, verify_sampled.ROW_SIZE, dtype=wide, device=device)
     everything["masses_ptr"] = empty(num_rows, num_splits, dtype=torch.float64, device=device)
     everything["counts_ptr"] = empty(batch, verify_sampled.COUNTS_SIZE, dtype=torch.int32, device=device)
     everything["totals_ptr"] = empty(batch, dtype=torch.float64, device=device)
-    launch(verify_sampled.partials_kernel, num_rows, num_splits)
-    launch(verify_sampled.weights_kernel, batch, num_warps=4)
+    launch(verify_sampled._partials_kernel, num_rows, num_splits)
+    launch(verify_sampled._weights_kernel, batch, num_warps=4)
     if num_drafts:
-        launch(verify_sampled.residual_kernel, batch * num_drafts if rule == "block" else batch, num_splits)
-    launch(verify_bonus.bonus_kernel, batch)
+        launch(verify_sampled._residual_kernel, batch * num_drafts if rule == "block" else batch, num_splits)
+    launch(verify_bonus._bonus_kernel, batch)
     if return_residual:
-        launch(verify_bonus.law_kernel, batch, triton.cdiv(vocab, tiling.block))
+        launch(verify_bonus._law_kernel, batch, triton.cdiv(vocab, tiling.block))
     return plan
 
 

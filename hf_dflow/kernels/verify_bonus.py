@@ -53,7 +53,7 @@ def accept_prefixes(
 
 
 @triton.jit(do_not_specialize=["num_batch", "num_drafts", "num_listed", "num_splits"])
-def bonus_kernel(
+def _bonus_kernel(
     draft_ids_ptr,
     target_ptr,
     draft_ptr,
@@ -175,7 +175,7 @@ def bonus_kernel(
 
 
 @triton.jit(do_not_specialize=["num_batch", "num_drafts", "num_listed"])
-def law_kernel(
+def _law_kernel(
     draft_ids_ptr,
     target_ptr,
     draft_ptr,

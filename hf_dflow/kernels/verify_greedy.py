@@ -9,7 +9,7 @@ NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit(do_not_specialize=["num_batch", "num_drafts"])
-def argmax_kernel(
+def _argmax_kernel(
     target_ptr,
     lengths_ptr,
     tops_ptr,
@@ -48,7 +48,7 @@ def argmax_kernel(
 
 
 @triton.jit(do_not_specialize=["num_batch", "num_drafts", "num_splits"])
-def match_kernel(
+def _match_kernel(
     draft_ids_ptr,
     lengths_ptr,
     given_ptr,

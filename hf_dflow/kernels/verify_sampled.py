@@ -36,7 +36,7 @@ CELL, ROW, COUNTS = tl.constexpr(CELL_SIZE), tl.constexpr(ROW_SIZE), tl.constexp
 
 
 @triton.jit(do_not_specialize=["num_batch", "num_drafts", "num_listed"])
-def partials_kernel(
+def _partials_kernel(
     target_ptr,
     draft_ptr,
     lengths_ptr,
@@ -82,7 +82,7 @@ def partials_kernel(
 
 
 @triton.jit(do_not_specialize=["num_batch", "num_drafts", "num_listed", "num_splits"])
-def weights_kernel(
+def _weights_kernel(
     draft_ids_ptr,
     target_ptr,
     draft_ptr,
@@ -261,7 +261,7 @@ def law_tile(
 
 
 @triton.jit(do_not_specialize=["num_batch", "num_drafts", "num_listed"])
-def residual_kernel(
+def _residual_kernel(
     draft_ids_ptr,
     target_ptr,
     draft_ptr,
