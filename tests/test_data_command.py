@@ -243,6 +243,19 @@ def test_batches_hold_alike_lengths_and_temperatures_get_all_of_them():
     assert plan_batches(lengths, 16, seed=0) == batches != plan_batches(lengths, 16, seed=1)
 
 
+def test_sampled_answers_come_from_the_whole_distribution_at_their_temperature(target):
+    """Bug: only the 50 likeliest tokens are drawn, as generate does unless told otherwise; or T or top-p is lost."""
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+
+    def distinct(**options):
+        sampling = Sampling(max_new_tokens=1, **options)
+        return len({answer.token_ids[0] for answer in answer_batch(model, [[5, 6, 7]] * 300, sampling, 0, {2}, 0)})
+
+    assert distinct(temperatures=(100.0,)) > 170  # of 300 draws from 364 tokens, nearly alike at this temperature
+    assert 60 < distinct(temperatures=(1.0,)) < 160
+    assert distinct(temperatures=(100.0,), top_p=0.05) < 30
+
+
 def test_the_model_is_left_as_it_was(target):
     """Bug: asking for training data changes how the same model object answers afterwards."""
     model = AutoModelForCausalLM.from_pretrained(target).eval()

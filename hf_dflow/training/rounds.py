@@ -105,9 +105,8 @@ def _with_labels(hidden: torch.Tensor, sequences: Sequences, anchors: Anchors) -
     row, column = anchors.row[:, None], positions.clamp(max=sequences.token_ids.shape[1] - 1)
     is_label = positions < sequences.document_ends(anchors)[:, None]
     if sequences.is_supervised is not None:
-        is_label = (
-            (is_label & sequences.is_supervised[row, column]).long().cumprod(dim=1).bool()
-        )  # an answer ends there
+        is_label = is_label & sequences.is_supervised[row, column]
+        is_label = is_label.long().cumprod(dim=1).bool()  # an answer ends with its first token that is not supervised
     result = RoundResult(hidden, sequences.token_ids[row, column].masked_fill(~is_label, IGNORED))
     if sequences.teacher_ids is not None and sequences.teacher_probs is not None:
         result.teacher_ids = sequences.teacher_ids[row, column - 1]  # row t of the target predicts position t + 1
