@@ -25,12 +25,11 @@ def decoded():
     steps = []
     original = Verifier.__call__
 
-    def spy(self, prefix_ids, draft, target_logits, *arguments):
-        verification = original(self, prefix_ids, draft, target_logits, *arguments)
+    def spy(self, rows, lengths, draft, target_logits, *arguments):
+        anchor = rows[0].length - 1
+        verification = original(self, rows, lengths, draft, target_logits, *arguments)
         if draft.token_ids.shape[1]:
-            steps.append(
-                (prefix_ids.shape[1] - 1, draft.token_ids[0], int(verification.accepted_length), target_logits[0])
-            )
+            steps.append((anchor, draft.token_ids[0], int(verification.accepted_length), target_logits[0]))
         return verification
 
     Verifier.__call__ = spy

@@ -31,9 +31,9 @@ def decode(target, drafter, use_relay: bool):
     positions = []
     original = DraftSession.draft
 
-    def spy(session, prefix_ids, anchor_position, *args, **kwargs):
-        positions.append(anchor_position if isinstance(anchor_position, int) else int(anchor_position))
-        return original(session, prefix_ids, anchor_position, *args, **kwargs)
+    def spy(session, rows, *args, **kwargs):
+        positions.append(rows[0].next_position)
+        return original(session, rows, *args, **kwargs)
 
     drafter.config.generation_defaults = {"use_relay": use_relay}
     with pytest.MonkeyPatch.context() as patch:

@@ -92,6 +92,8 @@ def as_markdown(record: dict[str, Any]) -> str:
         lines.append("| " + " | ".join([task, *probe, *steps, _gain(entry["dflow"])]) + " |")
     lines += ["", "| sampling | DFlash | DFlow | gain |", "|---|---|---|---|"]
     for task, entry in record["sampled"].items():
+        if not {"dflash", "dflow"} <= entry.keys():
+            continue
         steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
         lines.append("| " + " | ".join([task, *steps, _gain(entry["dflow"])]) + " |")
     return "\n".join(lines)
