@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_dflow.bench.lab.report import as_markdown, read_results, summarise, summarise_tasks
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "model_cards").glob("smollm2*.md")]
 EVALUATIONS = {
@@ -60,3 +62,25 @@ def test_records_say_what_they_depend_on():
         assert {"versions", "cpu", "target", "drafter", "block_size", "max_new_tokens"} <= record["conditions"].keys()
         assert record["modes"]["T=0"]["all"]["prompts"] == len(record["rows"]) == record["conditions"]["prompts"]
         assert "sharegpt" not in {row["task"] for row in record["rows"] if "prompt" in row}
+
+
+def test_the_experiment_prints_the_measured_tables():
+    """Bug: new runs are committed and the document still argues from the old ones."""
+    text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
+    corpora = evaluation("lab-airports")["corpora"]
+    for line in as_markdown(corpora["airports-b8"]).splitlines():
+        assert line in text
+    assert "reaches 3.30" in text and corpora["airports-b8-3600-updates"]["dflash"]["tokens_per_step_by_seed"] == [
+        pytest.approx(3.30, abs=0.005)
+    ]
+
+
+def test_the_experiment_is_the_runs(tmp_path):
+    """Bug: figures that the committed runs do not give."""
+    runs = ROOT / "docs" / "results" / "lab-airports-runs"
+    lines = (runs / "runs.jsonl").read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if json.loads(line)["recipe"]["updates"] == 1200]
+    (tmp_path / "results.jsonl").write_text("\n".join(kept), encoding="utf-8")
+    made = summarise(read_results(tmp_path))
+    made |= {"tasks": summarise_tasks(runs / "tasks.jsonl"), "sampled": summarise_tasks(runs / "sampled.jsonl")}
+    assert as_markdown(made) == as_markdown(evaluation("lab-airports")["corpora"]["airports-b8"])

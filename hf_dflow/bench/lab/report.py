@@ -85,12 +85,18 @@ def as_markdown(record: dict[str, Any]) -> str:
             by_seed = ", ".join(f"{value:.2f}" for value in entry["tokens_per_step_by_seed"])
             cells = [kind, by_seed, _with_interval(entry["tokens_per_step"], ".2f"), _gain(entry)]
             lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| task | re-convergence | rescue rate | largest gain | DFlash | DFlow | gain |", "|---" * 7 + "|"]
+    if record["tasks"]:
+        lines += [
+            "",
+            "| task | re-convergence | rescue rate | largest gain | DFlash | DFlow | gain |",
+            "|---" * 7 + "|",
+        ]
     for task, entry in record["tasks"].items():
         probe = [f"{entry['probe'][name]:.1%}" for name in ("re_convergence", "rescue_rate", "largest_gain")]
         steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
         lines.append("| " + " | ".join([task, *probe, *steps, _gain(entry["dflow"])]) + " |")
-    lines += ["", "| sampling | DFlash | DFlow | gain |", "|---|---|---|---|"]
+    if record["sampled"]:
+        lines += ["", "| sampling | DFlash | DFlow | gain |", "|---|---|---|---|"]
     for task, entry in record["sampled"].items():
         if not {"dflash", "dflow"} <= entry.keys():
             continue
