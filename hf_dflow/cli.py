@@ -26,7 +26,7 @@ def _errors_in_words() -> Iterator[None]:
     """A problem that the user can mend ends with its message and exit code 2, not with a traceback."""
     try:
         yield
-    except (DFlowError, OSError) as error:  # transformers raises OSError for what it cannot find
+    except (DFlowError, OSError, ValueError) as error:  # transformers: what it cannot find, what it cannot read
         typer.echo(f"hf-dflow: {error}", err=True)
         raise typer.Exit(2) from error
 

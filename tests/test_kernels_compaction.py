@@ -114,3 +114,14 @@ def test_wrong_shapes_are_named(backend):
     """Bug: a mask of another length silently keeps the wrong positions."""
     with pytest.raises(ValueError, match=r"got \(1, 2, 8, 4\) and \(1, 7\)"):
         compact_rows([torch.randn(1, 2, 8, 4)], torch.ones(1, 7, dtype=torch.bool), backend=backend)
+
+
+def test_states_that_a_kernel_cannot_take_are_refused_before_any_moves():
+    """Bug: the first tensor is moved, the second refused, and another backend moves the first once more."""
+    good = torch.arange(2 * 1 * 6 * 4.0).view(2, 1, 6, 4)
+    odd = torch.randn(2, 1, 4, 6).transpose(2, 3)
+    keep = torch.tensor([[0, 1, 1, 0, 1, 1]] * 2, dtype=torch.bool)
+    before = good.clone()
+    with pytest.raises(ValueError, match="neighbours"):
+        compact_rows([good, odd], keep, backend="triton")
+    assert torch.equal(good, before)

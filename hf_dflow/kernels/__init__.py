@@ -82,7 +82,8 @@ def compact_rows(states: Sequence[torch.Tensor], keep: torch.Tensor, backend: st
         `torch.LongTensor` of shape `(batch,)`: How many positions each row has now.
 
     Raises:
-        ValueError: A shape does not fit, or "triton" cannot run here.
+        ValueError: A shape does not fit, "triton" cannot run here, or a kernel is given states whose last dimension is
+            not contiguous; nothing was moved then.
     """
 
     def in_triton() -> torch.Tensor:

@@ -114,4 +114,4 @@ def _auto_takes_triton(name: str, device: torch.device) -> bool:
 def _is_about_compiling(error: Exception) -> bool:
     """Whether torch can still do what a kernel could not. A device that faulted is lost to torch as well."""
     device_faults = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-    return not isinstance(error, device_faults) and "CUDA error" not in str(error)
+    return not isinstance(error, (*device_faults, ValueError)) and "CUDA error" not in str(error)

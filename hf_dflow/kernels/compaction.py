@@ -69,8 +69,6 @@ def plan_compaction(states: torch.Tensor, sources: torch.Tensor, counts: torch.T
 
 def move_rows(states: torch.Tensor, sources: torch.Tensor, counts: torch.Tensor) -> None:
     """Move position `sources[b, j]` of `states` `[B, H, T, D]` to `j` for all `j` below `counts[b]`, in place."""
-    if states.stride(-1) != 1 and states.shape[-1] > 1:
-        raise ValueError(f"`states` has strides {states.stride()}; the entries of one position must be neighbours.")
     if states.numel():
         plan_compaction(states, sources.contiguous(), counts.contiguous()).run()
 
@@ -88,6 +86,9 @@ def _(states, sources, counts):
 def compact_rows(states: Sequence[torch.Tensor], keep: torch.Tensor) -> torch.Tensor:
     """The contract of [`~hf_dflow.kernels.reference.compact_rows`], done by the kernel."""
     sources, counts = kept_positions(states, keep)
+    for one in states:  # before anything moves: what was moved once must not be moved again by another backend
+        if one.stride(-1) != 1 and one.shape[-1] > 1:
+            raise ValueError(f"`states` has strides {one.stride()}; the entries of one position must be neighbours.")
     move = move_rows_op if torch.compiler.is_compiling() else move_rows
     for one in states:
         move(one, sources, counts)

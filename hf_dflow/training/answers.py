@@ -37,7 +37,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not self.temperatures or min(self.temperatures) < 0:
+        if not self.temperatures or not all(0 <= one < float("inf") for one in self.temperatures):
             raise DFlowError(f"temperatures {list(self.temperatures)}: give one or more, none below 0 (0 is greedy)")
         if not 0 < self.top_p <= 1:
             raise DFlowError(f"top_p {self.top_p} must be above 0 and at most 1")
