@@ -54,7 +54,8 @@ def test_killed_run_ends_as_the_straight_one(killed, straight, tmp_path, death):
     assert resumed.resume() and resumed.update == LAST_WHOLE[death]
     newest = checkpoint.checkpoints(folder)[-1]
     assert newest.name == f"checkpoint-{LAST_WHOLE[death]}"
-    DFlowDrafter.from_pretrained(newest)
+    for whole in checkpoint.checkpoints(folder):  # a name is a promise, for older ones too
+        DFlowDrafter.from_pretrained(whole)
     resumed.run()
     assert differing(weights_of(resumed), weights_of(straight)) == []
     assert (resumed.rows_drawn, resumed.update) == (straight.rows_drawn, straight.update) == (40, 20)
@@ -67,7 +68,8 @@ def test_killed_run_ends_as_the_straight_one(killed, straight, tmp_path, death):
 
 def test_log_of_a_killed_run_tells_each_update_once(killed, straight, tmp_path):
     """Catches: updates between the checkpoint and the kill that stand in the log twice, or a torn last line."""
-    folder = shutil.copytree(killed / "between saves", tmp_path / "run")
+    folder = shutil.copytree(killed / "before the rename", tmp_path / "run")
+    assert '"update": 15,' in (folder / "log.jsonl").read_text(), "told before the kill that undid it"
     with open(folder / "log.jsonl", "a") as log:
         log.write('{"update": 20, "los')
     first = tiny_trainer(folder)
