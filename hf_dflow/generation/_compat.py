@@ -190,6 +190,15 @@ def model_inputs(
     return inputs
 
 
+def compiled_call(model: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+    """What plain decoding would run in place of `model` on the cache in `model_kwargs`: the compiled forward that the
+    model keeps for all calls, or `None` (transformers compiles on a GPU, for static caches, unless `disable_compile`).
+    """
+    if model._valid_auto_compile_criteria(model_kwargs, generation_config):
+        return model.get_compiled_call(generation_config.compile_config)
+    return None
+
+
 def advance(model: Any, outputs, model_kwargs: dict[str, Any], new_tokens: int) -> dict[str, Any]:
     """Model keyword arguments after `new_tokens` tokens were committed."""
     return model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=new_tokens)

@@ -14,9 +14,10 @@ from hf_dflow.generation.fallback import PATIENCE, Warnings
 from hf_dflow.generation.feedback import make_feedback
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.path import PathProcessor
-from hf_dflow.generation.prefill import prefill, prompt_context
-from hf_dflow.generation.state import DecodeState, Emission, Row
-from hf_dflow.generation.stopping import StopPlan
+from hf_dflow.generation.prefill import prompt_context
+from hf_dflow.generation.state import DecodeState, Row
+from hf_dflow.generation.stopping import Emission, StopPlan
+from hf_dflow.generation.target import TargetSession
 from hf_dflow.generation.uniforms import draw
 from hf_dflow.generation.verification import Verification, Verifier, choose_backend, choose_rule
 from hf_dflow.modeling_dflow import DFlowDrafter
@@ -130,6 +131,13 @@ class _Call:
             device=self.device,
             batch_size=batch_size,
         )
+        self.target = TargetSession(
+            model,
+            generation_config,
+            target_layer_ids=drafter.config.target_layer_ids,
+            full_length=options.num_draft_tokens or 0,
+            max_length=stop.max_length,
+        )
 
     def run(self, rows: list[Row], model_kwargs: dict[str, Any]) -> DecodeState:
         """Decode `rows` to their ends, each in place."""
@@ -165,6 +173,7 @@ class _Call:
     def _start(self, rows: list[Row], model_kwargs: dict[str, Any]) -> DecodeState:
         state = DecodeState(rows, model_kwargs, is_returned=bool(self.config.return_dict_in_generate))
         state.cache.activate_past_recording()
+        self.target.open(model_kwargs)
         state.cached_rows = int(state.cache.get_seq_length())
         if state.cached_rows:
             logger.warning(
@@ -207,29 +216,13 @@ class _Call:
     def _verify(
         self, state: DecodeState, lengths: list[int], draft: DraftBlock, uniforms: torch.Tensor | None
     ) -> tuple[Any, Verification]:
-        num_drafts, taps = draft.token_ids.shape[1], self.drafter.config.target_layer_ids
-        state.num_target_forwards += 1
-        if state.is_prefill:
-            prompt_ids = torch.cat([row.ids for row in state.rows])
-            outputs, features = prefill(self.model, prompt_ids, state.model_kwargs, self.config, taps)
-        else:
-            inputs = _compat.model_inputs(
-                self.model,
-                state.committed_ids(draft.token_ids),
-                state.model_kwargs,
-                new_tokens=num_drafts + 1,
-                num_drafts=num_drafts,
-                is_prefill=False,
-                furthest=state.furthest_positions(draft.lengths),
-            )
-            outputs = self.model(**{**inputs, "output_hidden_states": True})
-            features = _compat.capture_features(outputs.hidden_states, taps)
+        outputs, logits, features = self.target.forward(state, draft)
         verification = self.verifier(
             state.rows,
             lengths,
             draft,
-            outputs.logits[:, -num_drafts - 1 :].to(self.device),
-            features.to(self.device),
+            logits,
+            features,
             uniforms,
             lambda row, new_ids, scores: self.stop.ends(row.ids, new_ids, row.records.scores_with(scores)),
         )
@@ -259,24 +252,8 @@ class _Call:
                     self.drafter.dtype,
                 )
                 row.policy.is_off = True
-            emissions.append(self._cut(i, row, [*draft_tokens[:accepted], bonus], draft, verification))
+            emissions.append(self.stop.cut(i, row, [*draft_tokens[:accepted], bonus], draft, verification))
         return emissions
-
-    def _cut(self, i: int, row: Row, new_tokens: list[int], draft: DraftBlock, verification: Verification) -> Emission:
-        """Row `i`'s accepted drafts and bonus, as far as they enter its output."""
-        one, accepted = slice(i, i + 1), len(new_tokens) - 1
-        new_ids = torch.cat([draft.token_ids[one, :accepted], verification.bonus_ids[one, None]], dim=1)
-        if verification.is_stopped and verification.is_stopped[i]:
-            count, is_last = accepted, True
-        else:
-            count, is_last = self.stop.clip(
-                row.ids,
-                new_ids,
-                new_tokens,
-                lambda count: row.records.scores_with(verification.scores[one, :count]),
-                asked=accepted if row.path.is_lazy else 0,
-            )
-        return Emission(new_ids[:, :count], new_tokens[:count], min(accepted, count), is_last)
 
     def _commit(
         self, state: DecodeState, draft: DraftBlock, verification: Verification, outputs, emissions: list[Emission]

@@ -58,9 +58,11 @@ class Records:
         if self.logits is not None:
             self.logits.extend(verification.raw_logits[one, :count].unbind(1))
         for i in range(count):
-            if self.hidden_states is not None:
-                states = slice(None) if is_prefill else slice(i, i + 1)
-                self.hidden_states.append(tuple(layer[one, states] for layer in outputs.hidden_states))
+            # Of a block, copies: a slice keeps its whole block alive, and a compiled target overwrites it in the next.
+            if self.hidden_states is not None and is_prefill:
+                self.hidden_states.append(tuple(layer[one] for layer in outputs.hidden_states))
+            elif self.hidden_states is not None:
+                self.hidden_states.append(tuple(layer[one, i : i + 1].clone() for layer in outputs.hidden_states))
             if self.attentions is None:
                 continue
             layers = [layer[one] for layer in outputs.attentions]
@@ -72,7 +74,7 @@ class Records:
             else:
                 windows = _compat.attention_windows(_compat.get_cache(outputs), len(layers))
                 pairs = zip(layers, windows, strict=True)
-                self.attentions.append(tuple(_attention_row(layer, i, window) for layer, window in pairs))
+                self.attentions.append(tuple(_attention_row(layer, i, window).clone() for layer, window in pairs))
 
 
 def combine(records: list[Records]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_dflow.generation.fallback import DraftPolicy
     from hf_dflow.generation.path import PathProcessor
     from hf_dflow.generation.records import Records
+    from hf_dflow.generation.stopping import Emission
     from hf_dflow.generation.verification import Verification
 
 
@@ -178,17 +179,3 @@ class DecodeState:
             if uncommitted > 0:
                 _compat.crop(self.cache, uncommitted)
         _compat.stop_past_recording(self.cache)
-
-
-@dataclass(frozen=True)
-class Emission:
-    """What of one row's step enters its output."""
-
-    new_ids: torch.Tensor  # [1, n]
-    tokens: list[int]  # the same on the host
-    accepted: int  # how many of them are drafts
-    is_last: bool
-
-    @property
-    def count(self) -> int:
-        return len(self.tokens)

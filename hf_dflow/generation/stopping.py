@@ -1,9 +1,30 @@
 """Where a committed block ends: at the same token as plain decoding."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+if TYPE_CHECKING:
+    from hf_dflow.generation.drafting import DraftBlock
+    from hf_dflow.generation.state import Row
+    from hf_dflow.generation.verification import Verification
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What of one row's step enters its output."""
+
+    new_ids: torch.Tensor  # [1, n]
+    tokens: list[int]  # the same on the host
+    accepted: int  # how many of them are drafts
+    is_last: bool
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
 
 
 class StopPlan:
@@ -29,6 +50,31 @@ class StopPlan:
                 self.max_length = min(self.max_length, criterion.max_length)
             else:
                 self.asks_criteria = True
+
+    def cut(
+        self, i: int, row: "Row", new_tokens: list[int], draft: "DraftBlock", verification: "Verification"
+    ) -> Emission:
+        """What of a row's step enters its output.
+
+        Args:
+            i (`int`): Which row of the batch.
+            row (`Row`): The same.
+            new_tokens (`list[int]`): Its accepted drafts and the bonus.
+            draft, verification: Of the step, for the whole batch.
+        """
+        one, accepted = slice(i, i + 1), len(new_tokens) - 1
+        new_ids = torch.cat([draft.token_ids[one, :accepted], verification.bonus_ids[one, None]], dim=1)
+        if verification.is_stopped and verification.is_stopped[i]:
+            count, is_last = accepted, True
+        else:
+            count, is_last = self.clip(
+                row.ids,
+                new_ids,
+                new_tokens,
+                lambda count: row.records.scores_with(verification.scores[one, :count]),
+                asked=accepted if row.path.is_lazy else 0,
+            )
+        return Emission(new_ids[:, :count], new_tokens[:count], min(accepted, count), is_last)
 
     def clip(
         self,

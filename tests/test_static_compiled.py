@@ -1,0 +1,218 @@
+"""Static caches: blocks run compiled where plain decoding compiles, at the shapes that recur, and say the same."""
+
+from functools import cache
+
+import pytest
+import torch
+from batches import following, generate, new_tokens_of, said, target_of
+from kit import (
+    HostileDrafter,
+    NudgedDrafter,
+    OracleDrafter,
+    PatternDrafter,
+    assert_not_vacuous,
+    dflow_greedy,
+    plain_greedy,
+    prompt_of,
+    scripted,
+    tiny_target,
+)
+from transformers import CompileConfig
+
+from hf_dflow import AcceptanceProcessor, DFlowGenerationConfig
+from hf_dflow.generation._compat import STATIC_IS_CROPPABLE
+
+pytestmark = pytest.mark.skipif(not STATIC_IS_CROPPABLE, reason="this transformers cannot crop static caches")
+
+BLOCK_SIZE, NEW_TOKENS = 8, 40
+PATTERN = [3, 0, 7, 1, 5]
+PROMPT = prompt_of(13, seed=8)
+EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+
+
+def on_any_device(**options) -> CompileConfig:
+    """A setting under which transformers compiles on a CPU as well, which it does for its own tests only."""
+    config = CompileConfig(mode=None, **options)
+    config._compile_all_devices = True
+    return config
+
+
+@cache
+def setting(dtype=torch.float64):
+    target = tiny_target("llama", num_hidden_layers=3, dtype=dtype)
+    return target, {
+        cls: scripted(cls, target, PROMPT, 120, pattern=PATTERN)
+        for cls in (PatternDrafter, OracleDrafter, HostileDrafter, NudgedDrafter)
+    }
+
+
+class Graph:
+    """In a compiled forward's place: keeps the widths it ran at. Like a CUDA graph it gives its outputs out in the same
+    memory each time; before it runs again, what it gave out becomes NaN."""
+
+    def __init__(self, model):
+        self.model, self.widths, self._given = model, [], []
+
+    def __call__(self, **inputs):
+        for tensor in self._given:
+            tensor.fill_(torch.nan)
+        self.widths.append(inputs["input_ids"].shape[1])
+        outputs = self.model(**inputs)
+        self._given = [outputs.logits, *(outputs.hidden_states or ()), *(outputs.attentions or ())]
+        return outputs
+
+
+@pytest.fixture
+def graph(monkeypatch):
+    target = setting()[0]
+    made = Graph(target)
+    monkeypatch.setattr(target, "get_compiled_call", lambda config: made, raising=False)
+    return made
+
+
+def static(drafter_class, new_tokens=NEW_TOKENS, **options):
+    target, drafters = setting()
+    options = {"cache_implementation": "static", "compile_config": on_any_device(), **options}
+    return dflow_greedy(target, drafters[drafter_class], PROMPT, max_new_tokens=new_tokens, **options)
+
+
+def test_torch_compiles_one_graph_and_says_the_same():
+    """Recompiling for each length that a block is cut to, or in each call; a prompt or a short block compiled at all;
+    text that a compiled forward changes."""
+    target, drafters = setting()
+    widths = []
+
+    def backend(module, example_inputs):
+        def run(*inputs):
+            widths.append([tensor.shape[1] for tensor in inputs if tensor.dtype == torch.long and tensor.ndim == 2][:1])
+            return module.forward(*inputs)
+
+        compiled.append(module)
+        return run
+
+    compiled: list = []
+    config = on_any_device(backend=backend)
+    torch._dynamo.reset()
+    for _ in range(2):
+        output = dflow_greedy(
+            target,
+            drafters[PatternDrafter],
+            PROMPT,
+            max_new_tokens=NEW_TOKENS,
+            cache_implementation="static",
+            compile_config=config,
+        )
+        assert torch.equal(output.sequences, plain_greedy(target, PROMPT, NEW_TOKENS))
+        assert_not_vacuous(output.statistics)
+        assert len(compiled) == 1
+    whole = output.statistics.per_step_drafted.count(BLOCK_SIZE - 1)
+    assert widths == [[BLOCK_SIZE]] * 2 * whole and 0 < whole < output.statistics.num_target_forwards - 1
+    torch._dynamo.reset()
+    del target._compiled_call, target._last_compile_config
+
+
+@pytest.mark.parametrize("drafter_class", [PatternDrafter, OracleDrafter, HostileDrafter, NudgedDrafter])
+def test_shapes_that_recur_run_compiled(graph, drafter_class):
+    """A compilation, half a minute long, for a block that the length limit cuts; or pauses of a useless drafter that
+    run slower than plain decoding does."""
+    output = static(drafter_class, 120)
+    assert torch.equal(output.sequences, plain_greedy(setting()[0], PROMPT, 120))
+    drafted = output.statistics.per_step_drafted
+    assert graph.widths.count(BLOCK_SIZE) == drafted.count(BLOCK_SIZE - 1) > 10
+    assert set(graph.widths) == ({BLOCK_SIZE, 1} if drafter_class is HostileDrafter else {BLOCK_SIZE})
+    if drafter_class is HostileDrafter:
+        assert graph.widths.count(1) > 40
+        assert output.statistics.num_target_forwards - 1 - len(graph.widths) <= BLOCK_SIZE
+
+
+def test_what_a_compiled_target_gives_out_is_not_kept(monkeypatch):
+    """States, scores or feedback of one block that read what the next block's forward has written there."""
+
+    class Keeps(AcceptanceProcessor):
+        def __init__(self, kept):
+            self.kept = kept
+
+        def __deepcopy__(self, memo):
+            return self
+
+        def observe(self, draft, verification):
+            self.kept.append((verification.raw_logits, verification.scores, verification.features))
+
+    target, drafters = setting(torch.float32)  # whose logits need no cast, which would copy them
+    graph, found = Graph(target), []
+    monkeypatch.setattr(target, "get_compiled_call", lambda config: graph, raising=False)
+    for options in ({"disable_compile": True}, {}):
+        kept: list = []
+        config = DFlowGenerationConfig(
+            cache_implementation="static",
+            compile_config=on_any_device(),
+            max_new_tokens=NEW_TOKENS,
+            acceptance_processors=[Keeps(kept)],
+            return_dict_in_generate=True,
+            pad_token_id=0,
+            **EVERYTHING,
+            **options,
+        )
+        output = target.generate(PROMPT, assistant_model=drafters[NudgedDrafter], generation_config=config)
+        states = [output[name] for name in ("scores", "logits", "hidden_states", "attentions")]
+        found.append((output.sequences, output.statistics.per_step_accepted, states, kept))
+    assert len(graph.widths) > 4  # of the second call only
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    torch.testing.assert_close(found[1][2], found[0][2], atol=0, rtol=0)
+    torch.testing.assert_close(found[1][3], found[0][3], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"disable_compile": True}, {"compile_config": None}, {"cache_implementation": None}]
+)
+def test_not_compiled_where_plain_decoding_does_not(graph, options):
+    """Minutes of compiling on a CPU, for a cache that changes its shape, or against `disable_compile`."""
+    output = static(PatternDrafter, **options)
+    assert graph.widths == [] and output.sequences.shape[1] == PROMPT.shape[1] + NEW_TOKENS
+
+
+@pytest.mark.parametrize("end", [0, 3, 9, 17])
+def test_compiled_blocks_end_where_plain_text_ends(graph, end):
+    """D1 on static caches: tokens or columns behind an EOS inside a compiled block."""
+    target = setting()[0]
+    eos = int(plain_greedy(target, PROMPT, NEW_TOKENS)[0, PROMPT.shape[1] + end])
+    options = {"eos_token_id": eos, "return_dict_in_generate": True}
+    plain = plain_greedy(target, PROMPT, NEW_TOKENS, cache_implementation="static", **options)
+    output = static(PatternDrafter, **options)
+    assert torch.equal(output.sequences, plain.sequences)
+    held = next(output[name] for name in ("cache", "past_key_values") if name in output)
+    assert int(held.get_seq_length()) == output.sequences.shape[1] - 1
+
+
+def test_rows_of_a_batch_share_the_compiled_forward(monkeypatch):
+    """A batch on static caches goes row by row; each row with a graph of its own, or none."""
+    rows, target = [0, 1, 3], target_of()
+    made = Graph(target)
+    monkeypatch.setattr(target, "get_compiled_call", lambda config: made, raising=False)
+    drafter = following(PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN)
+    output = generate(rows, drafter, NEW_TOKENS, cache_implementation="static", compile_config=on_any_device())
+    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, NEW_TOKENS) for row in rows]
+    assert len(made.widths) == output.statistics.per_step_drafted.count(BLOCK_SIZE - 1) > 10
+    assert_not_vacuous(output.statistics)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_sampled_text_does_not_depend_on_compiling(graph, verification):
+    """Logits that are overwritten between the acceptance test and the bonus."""
+    target, drafters = setting()
+    texts = []
+    for disable in (True, False):
+        config = DFlowGenerationConfig(
+            do_sample=True,
+            top_k=0,
+            temperature=0.5,
+            seeds=[3],
+            verification=verification,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+            cache_implementation="static",
+            compile_config=on_any_device(),
+            disable_compile=disable,
+        )
+        texts.append(target.generate(PROMPT, assistant_model=drafters[NudgedDrafter], generation_config=config))
+    assert torch.equal(*texts) and graph.widths
