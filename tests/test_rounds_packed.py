@@ -116,6 +116,23 @@ def test_many_anchors_draft_as_each_alone(pair):
         assert result.labels[i].tolist() == alone.labels[0].tolist()
 
 
+def test_a_shorter_block_is_drafted_as_by_a_drafter_of_that_length(pair):
+    """Catches: a curriculum that masks with the full length, or cuts slots off a full block, which saw them."""
+    target, drafter = pair
+    row, chosen = packed(documents(drafter.fc.in_features)), places((0, 3), (0, 20))
+    short = draft_round(drafter, target, row, chosen, block_size=2)
+    long = draft_round(drafter, target, row, chosen)
+    drafter.config.block_size = 2
+    try:
+        expected = draft_round(drafter, target, row, chosen)
+    finally:
+        drafter.config.block_size = BLOCK
+    assert short.hidden.equal(expected.hidden) and short.labels.equal(expected.labels)
+    assert short.labels.equal(long.labels[:, :1]) and short.hidden.shape[1] == 1
+    if not drafter.config.full_is_causal and "sliding_attention" not in drafter.config.layer_types:
+        assert not torch.allclose(short.hidden, long.hidden[:, :1]), "the first slot of a longer block sees the others"
+
+
 def test_labels_end_with_the_document_and_with_the_answer(pair):
     """Catches: labels off by one, behind a document's end, in the user's turn, or in an answer behind that turn."""
     target, drafter = pair

@@ -106,6 +106,28 @@ def test_gradients_are_clipped_and_the_schedule_is_a_warm_up_and_a_cosine(tmp_pa
     assert rates[52] == pytest.approx(1.0) and 0 < rates[99] < 0.001 and sorted(rates[4:], reverse=True) == rates[4:]
 
 
+def test_a_stage_may_draft_shorter_blocks_with_a_decay_of_its_own(tmp_path):
+    """Catches: a stage's block or decay that is read from the run, rounds that disagree about the length."""
+    common = {"feature_noise": 0.0, "other_candidates": 0}
+    short = tiny_trainer(tmp_path / "1", **common, block_size=2)
+    staged = tiny_trainer(tmp_path / "2", **common)
+    decayed = tiny_trainer(tmp_path / "3", **common)
+    one = short.step(Stage(1, 2, 2, 4), 1e-3).losses
+    assert staged.step(Stage(1, 2, 2, 4, block_size=2), 1e-3).losses == one and len(one) == 3
+    assert staged.drafter.config.block_size == 4 and not differing(weights_of(short), weights_of(staged))
+    first_slot = decayed.step(Stage(1, 0, 2, 4, loss_decay=1e-3), 1e-3).losses
+    plain = tiny_trainer(tmp_path / "4", **common).step(Stage(1, 0, 2, 4), 1e-3).losses
+    alone = tiny_trainer(tmp_path / "5", **common, loss_decay=1e-3).step(Stage(1, 0, 2, 4), 1e-3).losses
+    assert first_slot == alone != plain
+
+
+@pytest.mark.parametrize("wrong", [{"block_size": 1}, {"block_size": 5}, {"block_size": "2"}, {"loss_decay": 0}])
+def test_an_impossible_stage_is_refused_with_what_is_allowed(wrong):
+    """Catches: a stage whose block is longer than the drafter's, which fails after hours, in its first update."""
+    with pytest.raises(TrainingConfigError, match=r"stage 1: \"(block_size|loss_decay)\" is .*; give a"):
+        tiny_training(stages=[Stage(1, **wrong)]).check()
+
+
 def test_bfloat16_arithmetic_keeps_float32_weights(tmp_path):
     """Catches: master weights in bfloat16 (small updates vanish), or a precision setting without effect."""
     plain = tiny_trainer(tmp_path / "1", feature_noise=0.0)

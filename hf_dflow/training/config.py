@@ -29,6 +29,9 @@ class Stage:
         anchors_per_row (`int`, *optional*, defaults to 16): Different anchors of each row, where it has so many.
         learning_rate (`float`, *optional*, defaults to 1e-3): At the end of the warm-up.
         warmup_share (`float`, *optional*, defaults to 0.04): Share of the stage's updates.
+        block_size (`int`, *optional*): Shorter than the drafter's, for early stages: while first slots are wrong, later
+            ones teach little, and the slots of one block of 8 are those of four blocks of 2.
+        loss_decay (`float`, *optional*): As in the run, for this stage alone.
     """
 
     updates: int
@@ -37,6 +40,8 @@ class Stage:
     anchors_per_row: int = 16
     learning_rate: float = 1e-3
     warmup_share: float = 0.04
+    block_size: int | None = None
+    loss_decay: float | None = None
 
 
 @dataclass
@@ -177,6 +182,11 @@ class TrainingConfig:
                 require(_is_int(getattr(stage, key), least), key, f"a whole number from {least}", stage)
             require(_is_number(stage.learning_rate, above=0.0), "learning_rate", "a number above 0", stage)
             require(_is_number(stage.warmup_share, 0.0, 1.0), "warmup_share", "a number in 0 … 1", stage)
+            own, block = stage.block_size, self.block_size
+            fits = own is None or (_is_int(own, 2) and (not _is_int(block, 2) or own <= block))
+            require(fits, "block_size", f"a whole number from 2 to the drafter's {block or ''}".rstrip(), stage)
+            holds = stage.loss_decay is None or _is_number(stage.loss_decay, above=0.0)
+            require(holds, "loss_decay", "a number above 0", stage)
             if self.train_only == "relay":
                 require(stage.relay_rounds > 0, "relay_rounds", 'at least 1 with "train_only": "relay"', stage)
         optional = {"num_hidden_layers": 1, "block_size": 2, "mask_token_id": 0, "draft_vocab_size": 1}

@@ -39,6 +39,7 @@ def draft_round(
     anchors: Anchors,
     relayed: Relayed | None = None,
     *,
+    block_size: int | None = None,
     use_flex: bool | None = None,
 ) -> RoundResult:
     """Draft every anchor's block in one forward, its slots plain masks or conditioned on `relayed`.
@@ -47,15 +48,17 @@ def draft_round(
     and directions are the serving mask's, so that training sees what decoding will see.
 
     Args:
+        block_size (`int`, *optional*): Anchor and slots to draft; by default the drafter's.
         use_flex (`bool`, *optional*): Whether attention is FlexAttention; by default where it compiles, otherwise the
             drafter's own implementation with dense masks.
     """
     config, parameter = drafter.config, drafter.fc.weight
     if use_flex is None:
         use_flex = flex_fits(parameter.device, parameter.dtype, config.head_dim, config.attention_dropout)
+    length = block_size or config.block_size
     # A dense mask grows with the square of the blocks in a row: past the context's length more rows are cheaper.
-    most = None if use_flex else max(16, sequences.token_ids.shape[1] // config.block_size)
-    blocks = BlockLayout(anchors, len(sequences.lengths), config.block_size, most)
+    most = None if use_flex else max(16, sequences.token_ids.shape[1] // length)
+    blocks = BlockLayout(anchors, len(sequences.lengths), length, most)
     context, own = context_places(sequences), blocks.places(sequences)
     own_context = type(context)(*(blocks.repeat(values) for values in vars(context).values()))
     masks = _masks_by_kind(drafter, PackedMask(own, own_context + own), use_flex)
@@ -69,7 +72,7 @@ def draft_round(
         )
 
     hidden = drafter.draft_hidden(
-        blocks.pack(_block_embeds(drafter, target, sequences, anchors, relayed)),
+        blocks.pack(_block_embeds(drafter, target, sequences, anchors, relayed, length)),
         own.positions,
         extend,
         lambda layer_idx, _: masks[config.layer_types[layer_idx]],
@@ -87,11 +90,12 @@ def _masks_by_kind(drafter: DFlowDrafter, mask: PackedMask, use_flex: bool) -> d
     return {kind: build(*rules[kind]) for kind in set(config.layer_types)}
 
 
-def _block_embeds(drafter, target, sequences: Sequences, anchors: Anchors, relayed: Relayed | None) -> torch.Tensor:
+def _block_embeds(
+    drafter, target, sequences: Sequences, anchors: Anchors, relayed: Relayed | None, length: int
+) -> torch.Tensor:
     """Input embeddings `[A, L, H]`: the anchor's, and mask embeddings with what the relay adds to them."""
-    config = drafter.config
     anchor_ids = sequences.token_ids[anchors.row, anchors.position]
-    masks = anchor_ids.new_full((len(anchor_ids), config.block_size - 1), config.mask_token_id)
+    masks = anchor_ids.new_full((len(anchor_ids), length - 1), drafter.config.mask_token_id)
     embeds = drafter.embed(torch.cat([anchor_ids[:, None], masks], dim=1), target.get_input_embeddings())
     if relayed is None:
         return embeds

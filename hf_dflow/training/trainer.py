@@ -155,11 +155,13 @@ class Trainer:
         """Gradients of all rounds on some rows, added to what is there; returns the loss of each round."""
         candidate_ids = self.candidates.sample(self.generator)
         relayed, losses = None, []
-        decay: Any = self.training.loss_decay  # resolved
+        decay: Any = stage.loss_decay or self.training.loss_decay  # the latter is resolved
         for round_index in range(1 + stage.relay_rounds):
             head = head_rows(self.drafter, self.head_owner, candidate_ids)  # each round's gradient through its own rows
             with torch.autocast(self.target.device.type, torch.bfloat16, self.training.precision == "bfloat16"):
-                result = draft_round(self.drafter, self.target, sequences, anchors, relayed)
+                result = draft_round(
+                    self.drafter, self.target, sequences, anchors, relayed, block_size=stage.block_size
+                )
                 targets = slot_targets(
                     result.labels, result.teacher_ids, result.teacher_probs, self.training.distillation
                 )
