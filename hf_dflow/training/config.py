@@ -183,7 +183,7 @@ class TrainingConfig:
             require(_is_number(stage.learning_rate, above=0.0), "learning_rate", "a number above 0", stage)
             require(_is_number(stage.warmup_share, 0.0, 1.0), "warmup_share", "a number in 0 … 1", stage)
             own, block = stage.block_size, self.block_size
-            fits = own is None or (_is_int(own, 2) and (not _is_int(block, 2) or own <= block))
+            fits = own is None or (_is_int(own, 2) and (not isinstance(block, int) or own <= block))
             require(fits, "block_size", f"a whole number from 2 to the drafter's {block or ''}".rstrip(), stage)
             holds = stage.loss_decay is None or _is_number(stage.loss_decay, above=0.0)
             require(holds, "loss_decay", "a number above 0", stage)
