@@ -12,9 +12,11 @@ from transformers.generation.candidate_generator import (
     _prepare_position_ids,
     _prepare_token_type_ids,
 )
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 STATIC_IS_CROPPABLE = StaticLayer.is_croppable  # since 5.20 or so
 CACHE_NAMES = ("cache", "past_key_values")  # since 5.24, before
+PROMPT_ONLY = tuple(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)  # images and the like, which no later forward is given
 
 
 def get_cache(container: Any) -> Cache | None:

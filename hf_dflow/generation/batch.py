@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from hf_dflow.generation import _compat
-from hf_dflow.generation.checks import BATCHED, check_empty_cache
+from hf_dflow.generation.checks import BATCHED, check_rows_alone
 from hf_dflow.generation.configuration import DFlowOptions
 from hf_dflow.generation.fallback import DraftPolicy
 from hf_dflow.generation.output import GenerateDFlowOutput
@@ -71,14 +71,15 @@ def decode_all(
     Either way a row's text, statistics and random numbers are those of a call for it alone.
 
     Raises:
-        UnsupportedGenerationError: The target needs rows one by one, and the caller's cache is already filled.
+        UnsupportedGenerationError: The target needs rows one by one, for which a filled cache or the images of a whole
+            batch cannot be taken apart.
     """
     cache = _compat.get_cache(model_kwargs)
     assert cache is not None  # checked before
     if len(rows) == 1 or _compat.holds_holes(model, cache):
         state = decode(list(rows), model_kwargs)
         return _result(rows, [state], state.cache, generation_config)
-    check_empty_cache(model, cache)
+    check_rows_alone(model, model_kwargs)
     logger.warning(
         "%s with %s decodes a batch row by row: its rows cannot keep their own pace in one cache.",
         type(model).__name__,

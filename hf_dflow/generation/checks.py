@@ -1,10 +1,14 @@
 """What is refused, and in which words, before the first forward."""
 
+from typing import Any
+
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from hf_dflow.errors import PairMismatchError, UnsupportedGenerationError
 from hf_dflow.generation._compat import (
+    CACHE_NAMES,
+    PROMPT_ONLY,
     STATIC_IS_CROPPABLE,
     cached_batch_size,
     fixed_rope_length,
@@ -139,7 +143,7 @@ def _check_batch(
             f"{FLAG} streams one sequence, got a batch of {batch_size}: its rows do not advance together. Leave the "
             "streamer out, or call generate for each row."
         )
-    _refuse_tensors(model_kwargs, f"which part of it belongs to which of the {batch_size} rows")
+    _refuse_tensors(model_kwargs, f"which part of it belongs to which of the {batch_size} rows", PROMPT_ONLY)
     if asks_criteria and getattr(generation_config, "_pad_token_tensor", None) is None:
         raise UnsupportedGenerationError(
             f"pad_token_id is not set, and a batch of {batch_size} whose rows may end at different lengths is padded "
@@ -147,25 +151,33 @@ def _check_batch(
         )
 
 
-def _refuse_tensors(model_kwargs: dict, what: str) -> None:
+def _refuse_tensors(model_kwargs: dict, what: str, allowed: tuple[str, ...] = ()) -> None:
     for name, value in model_kwargs.items():
-        if isinstance(value, torch.Tensor) and name not in BATCHED:
+        if name not in (*BATCHED, *CACHE_NAMES, *allowed) and _holds_tensors(value):
             raise UnsupportedGenerationError(
                 f"{FLAG} cannot tell {what} for {name}; call generate for each row, the prompt in one chunk."
             )
 
 
-def check_empty_cache(model: PreTrainedModel, cache: Cache) -> None:
-    """Refuse a filled cache where a batch is decoded row by row.
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_holds_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor)
+
+
+def check_rows_alone(model: PreTrainedModel, model_kwargs: dict) -> None:
+    """Refuse what belongs to a whole batch where its rows are decoded one by one.
 
     Raises:
-        UnsupportedGenerationError: Naming model and cache.
+        UnsupportedGenerationError: Naming a filled cache, or an input of another modality.
     """
-    if int(cache.get_seq_length()):
+    cache = get_cache(model_kwargs)
+    if cache is not None and int(cache.get_seq_length()):
         raise UnsupportedGenerationError(
             f"{type(model).__name__} decodes a batch row by row, for which a filled {type(cache).__name__} of the "
             "whole batch is of no use; leave it out, or call generate for each row."
         )
+    _refuse_tensors(model_kwargs, "which part of it belongs to which row")
 
 
 def check_first_outputs(model: PreTrainedModel, cache: Cache, hidden_states: tuple) -> None:
