@@ -189,13 +189,15 @@ def test_both_kinds_of_folder_give_the_model_back(family, tmp_path):
         load_draft_model(tmp_path / "small", target)
 
 
-def test_command_leaves_out_what_is_held_out(tmp_path, monkeypatch):
-    """Bug: the baseline is trained on prompts that it is later measured on, or has another size than the drafter."""
+@pytest.mark.parametrize("features", [None, "features"])
+def test_command_leaves_out_what_is_held_out(tmp_path, monkeypatch, features):
+    """Bug: the baseline is trained on held-out prompts, has another size, or learns without its teacher."""
     target = target_of()
     target.save_pretrained(tmp_path / "target")
     drafter = tiny_drafter(target, dtype=torch.float32)
     drafter.save_pretrained(tmp_path / "drafter")
-    (tmp_path / "config.json").write_text(json.dumps(training_of().to_dict()))
+    training = replace(training_of(), distillation=0.5, teacher_top_k=3)
+    (tmp_path / "config.json").write_text(json.dumps(training.to_dict()))
     lines = [{"prompt_ids": [1, 2, i], "answer_ids": [3, 4, 5, 6], "prompt": f"prompt {i}"} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     seen = []
@@ -204,13 +206,16 @@ def test_command_leaves_out_what_is_held_out(tmp_path, monkeypatch):
         autoregressive,
         "train_draft_model",
         lambda training, target, rows, output, **options: (
-            seen.append((len(rows), options["num_layers"])) or autoregressive.DraftModelReport(output, 1, 0, 1, 1)
+            seen.append((len(rows), options["num_layers"], options["store"].teacher(0).ids.shape))
+            or autoregressive.DraftModelReport(output, 1, 0, 1, 1)
         ),
     )
     paths = {name: tmp_path / file for name, file in (("config", "config.json"), ("output", "output"))}
+    paths["features"] = features and tmp_path / features
     autoregressive.main(
         str(tmp_path / "target"), [tmp_path / "rows.jsonl"], **paths, like=str(tmp_path / "drafter"), max_length=64
     )
     held_out = sum(autoregressive.split_rows([TrainingRow([1], 0, f"prompt {i}", 0.0)])[1] != [] for i in range(40))
     assert held_out > 0
-    assert seen == [(40 - held_out, matching_layers(target, drafter_size(drafter)))]
+    assert seen == [(40 - held_out, matching_layers(target, drafter_size(drafter)), (7, 3))]
+    assert (tmp_path / "features").exists() == (features is not None)

@@ -254,3 +254,20 @@ def test_command_writes_what_it_prints(target, tmp_path, monkeypatch, conversati
         assert part in words
     with pytest.raises(DFlowError, match="use one or more of token, block"):
         eval_drafter.modes_of([1.0], ["tokens"])
+
+
+def test_other_drafters_are_compared_side_by_side(target, tmp_path):
+    """Bug: another folder is never decoded, its relay counts as off, or two contestants share a name."""
+    drafter = tiny_drafter(target, 8)
+    drafter.save_pretrained(tmp_path / "mine")
+    pair = Pair(target, tiny_drafter(target, 8, relay=None), TinyTokenizer(), "tiny")
+    found = eval_drafter.contestants_of(pair, None, 7, [f"mine={tmp_path}/mine"])
+    assert [(one.name, one.use_relay) for one in found] == [
+        ("dflash", False),
+        ("mine", True),
+        ("mine, relay off", False),
+    ]
+    assert found[1].model is found[2].model and found[1].model.fc.weight.equal(drafter.fc.weight)
+    for wrong in ("mine", f"={tmp_path}/mine", f"dflash={tmp_path}/mine", f"plain={tmp_path}/mine", "mine="):
+        with pytest.raises(DFlowError, match="give NAME=FOLDER with a name that is not one of"):
+            eval_drafter.contestants_of(pair, None, 7, [wrong])

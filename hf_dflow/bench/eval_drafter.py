@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from hf_dflow.bench.evaluation import Plan, answer_all, as_record, is_identical
+from hf_dflow import DFlowDrafter
+from hf_dflow.bench.evaluation import PLAIN, Plan, answer_all, as_record, is_identical
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair, use_threads
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
@@ -42,11 +44,31 @@ def modes_of(temperatures: Sequence[float], rules: Sequence[str]) -> list[Mode]:
     ]
 
 
-def contestants_of(pair: Pair, classic: Path | None, num_draft_tokens: int) -> list[Contestant]:
-    """Relay off ("dflash"), relay on ("dflow") where there is one, and a classic draft model if its folder is given."""
+def contestants_of(
+    pair: Pair, classic: Path | None, num_draft_tokens: int, others: Sequence[str] = ()
+) -> list[Contestant]:
+    """Relay off ("dflash"), relay on ("dflow") where there is one, other drafters, and a classic draft model.
+
+    Args:
+        others (`list[str]`, *optional*): `NAME=FOLDER` of each; a relay there is used, and also switched off.
+
+    Raises:
+        DFlowError: One of these is not of that form, or its name is taken.
+    """
     contestants = [Contestant("dflash", pair.drafter, use_relay=False)]
     if pair.drafter.relay is not None:
         contestants.append(Contestant("dflow", pair.drafter, use_relay=True))
+    taken = {one.name for one in contestants} | {PLAIN, CLASSIC}
+    for given in others:
+        name, _, folder = given.partition("=")
+        if not name or not folder or name in taken:
+            names = ", ".join(sorted(taken))
+            raise DFlowError(f"--other {given}: give NAME=FOLDER with a name that is not one of {names}")
+        taken |= {name, f"{name}, relay off"}
+        drafter = DFlowDrafter.from_pretrained(folder, dtype=pair.target.dtype).to(pair.target.device).eval()
+        contestants.append(Contestant(name, drafter, use_relay=drafter.relay is not None))
+        if drafter.relay is not None:
+            contestants.append(Contestant(f"{name}, relay off", drafter, use_relay=False))
     if classic is not None:
         contestants.append(classic_contestant(CLASSIC, load_draft_model(classic, pair.target), num_draft_tokens))
     return contestants
@@ -118,6 +140,9 @@ def main(
         None
     ),
     seed: Annotated[list[int] | None, typer.Option(help="Of sampled answers; repeatable, 0 by default.")] = None,
+    other: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of another drafter to compare side by side; repeatable.")
+    ] = None,
     autoregressive: Annotated[
         Path | None, typer.Option(help="Folder of a classic draft model, run by transformers' assisted generation.")
     ] = None,
@@ -142,12 +167,14 @@ def main(
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     pair = load_pair(target, drafter, getattr(torch, dtype), place)
     seeds = seed or [0]
-    plan = Plan(contestants_of(pair, autoregressive, draft_tokens), modes, max_new_tokens, seeds, plain, check_identity)
+    contestants = contestants_of(pair, autoregressive, draft_tokens, other or [])
+    plan = Plan(contestants, modes, max_new_tokens, seeds, plain, check_identity)
     console = Console()
     followed = track(list(enumerate(workload)), description="prompts", console=console)
     answers = answer_all(pair.target, pair.encode, followed, plan)
     conditions = {
         **pair.describe(),
+        "other_drafters": [Path(one.partition("=")[2]).name for one in other or []],
         "classic_draft_model": autoregressive and f"{autoregressive.name}, {draft_tokens} drafts a step",
         "max_new_tokens": max_new_tokens,
         "seeds": seeds,
@@ -156,7 +183,10 @@ def main(
         "device": torch.cuda.get_device_name() if place.startswith("cuda") else "cpu",
         "interval": "95% bootstrap over prompts",
     }
-    record = {**as_record(answers, "dflash"), "conditions": run_conditions(prompts=len(workload), **conditions)}
+    # With other drafters, every two are compared, the later with the earlier; otherwise each with "dflash" alone.
+    pairs = combinations([one.name for one in contestants[1:]], 2) if other else ()
+    also = [(later, earlier) for earlier, later in pairs]
+    record = {**as_record(answers, "dflash", also), "conditions": run_conditions(prompts=len(workload), **conditions)}
     show(record, console)
     if json_path is not None:
         json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ import torch
 import typer
 from accelerate import Accelerator
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_dflow.errors import DFlowError
 from hf_dflow.modeling_dflow import DFlowDrafter
@@ -24,6 +24,9 @@ from hf_dflow.training.batch import RowOrder
 from hf_dflow.training.config import TrainingConfig
 from hf_dflow.training.data import TrainingRow, read_rows, split_rows
 from hf_dflow.training.draft_model import drafter_size, matching_layers, new_draft_model, save_draft_model
+from hf_dflow.training.features import FeatureStore
+from hf_dflow.training.live import LiveFeatures
+from hf_dflow.training.run import load_frozen_target
 from hf_dflow.training.run_log import RunLog
 from hf_dflow.training.trainer import learning_rate
 
@@ -176,14 +179,26 @@ def main(
     config: Annotated[Path, typer.Option(help="The training configuration that the drafter was trained with.")],
     like: Annotated[str, typer.Option(help="The drafter whose size to match.")],
     copy_layers: Annotated[bool, typer.Option("--copy-layers", help="Start from the target's layers.")] = False,
+    features: Annotated[
+        Path | None, typer.Option(help="What that drafter was trained on; only distillation reads it. None: computed.")
+    ] = None,
     max_length: Annotated[int, typer.Option(min=2, help="Longer rows are left out, in tokens.")] = 1024,
 ) -> None:
     """Train a classic draft model on the rows, updates and size of a drafter, for a comparison of equals."""
     training = TrainingConfig.from_json(config)
     rows, _ = split_rows([row for path in data for row in read_rows(path, max_length=max_length)])
-    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval().requires_grad_(False)
-    layers = matching_layers(model, drafter_size(DFlowDrafter.from_pretrained(like)))
-    report = train_draft_model(training, model, rows, output, num_layers=layers, initialise_from_target=copy_layers)
+    model = load_frozen_target(target, training.target_dtype, None, Accelerator().device)
+    drafter = DFlowDrafter.from_pretrained(like)
+    store = None
+    if training.distillation:
+        known: Any = (rows, model, list(drafter.config.target_layer_ids))
+        kept: Any = {"dtype": training.feature_dtype, "teacher_top_k": training.teacher_top_k}
+        store = FeatureStore(features, *known, **kept) if features else LiveFeatures(*known, **kept)
+        store.fill()
+    layers = matching_layers(model, drafter_size(drafter))
+    report = train_draft_model(
+        training, model, rows, output, num_layers=layers, initialise_from_target=copy_layers, store=store
+    )
     AutoTokenizer.from_pretrained(target).save_pretrained(report.folder)
     typer.echo(json.dumps({**asdict(report), "folder": str(report.folder)}, indent=1))
 
