@@ -70,6 +70,8 @@ def load_drafter(
                 f"{source}/config.json: 'architectures' {raw.get('architectures')} with 'model_type' "
                 f"'{raw.get('model_type')}' is not a drafter this hf_dflow can load. Supported: {SUPPORTED}."
             )
+    if kwargs.get("revision") is not None:  # the oldest supported transformers would look for adapters in another one
+        kwargs["adapter_kwargs"] = {"revision": kwargs["revision"], **(kwargs.get("adapter_kwargs") or {})}
     try:
         model, report = load(
             path,
