@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 # What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.bench.options import JsonOption
 from hf_dflow.errors import DFlowError
 from hf_dflow.training import commands as training
 
@@ -116,7 +117,7 @@ def probe(
     prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
     tiny: TinyOption = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything here.")] = None,
+    json_path: JsonOption = None,
     threads: ThreadsOption = None,
 ) -> None:
     """Say how much the reuse of rejected rows could win at most, for any DFlash or DFlow drafter, by task."""

@@ -14,6 +14,7 @@ from hf_dflow.bench import loop
 from hf_dflow.bench.report import bootstrap_interval, figure, resampled_sums, run_conditions
 from hf_dflow.bench.runners import Pair
 from hf_dflow.bench.workloads import DEMO, HELD_OUT, Prompt, first_of_each_task, human_eval_prompts, read_prompts
+from hf_dflow.errors import DFlowError
 from hf_dflow.generation.stopping import StopPlan
 from hf_dflow.training.prompts import own_prompts
 
@@ -114,6 +115,15 @@ def test_bundled_prompts_are_many_and_different():
     assert len({prompt.text for prompt in held_out + shown}) == 27
     assert [prompt.task for prompt in first_of_each_task(held_out)] == list(dict.fromkeys(p.task for p in held_out))
     assert first_of_each_task(held_out)[0] == held_out[0]
+
+
+@pytest.mark.parametrize("content", ['{"chat": "one"}', '{"chat": [1]}', '{"chat": []}', '["one"]', '{"chat": null}'])
+def test_a_file_of_another_form_is_refused(tmp_path, content):
+    """Bug: a text in a list's place is taken as many prompts of one letter each."""
+    path = tmp_path / "prompts.json"
+    path.write_text(content)
+    with pytest.raises(DFlowError, match=r'expected .*\{"task": \["prompt", …\]\}'):
+        read_prompts(path)
 
 
 def test_no_bundled_prompt_is_like_one_of_the_training_data():

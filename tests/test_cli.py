@@ -97,6 +97,16 @@ def test_dflash_is_the_loop_with_the_relay_off(pair, monkeypatch):
         assert bool(used) is expects_relay
 
 
+@pytest.mark.parametrize("place", ["", "missing/out.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(pair, monkeypatch, tmp_path, place):
+    """Bug: minutes of measuring are lost because the folder of --json does not exist."""
+    monkeypatch.setattr("hf_dflow.bench.probe.probe_prompts", lambda *args: pytest.fail("it ran"))
+    result = run("probe", "--json", tmp_path / place)
+    assert result.exit_code == 2 and "name a file in a folder that does" in " ".join(
+        result.output.replace("│", "").split()
+    )
+
+
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_demo_fails_when_a_text_differs(pair, prompts, monkeypatch, flags):
     """Bug: the demo prints a table and succeeds although the drafter changed the text."""

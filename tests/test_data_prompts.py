@@ -53,6 +53,8 @@ def test_empty_fields_of_a_message_are_not_rendered():
         ('{"prompt": ""}', "expected one of"),
         ("3", "found int"),
         ('{"messages": [{"content": "x"}]}', "needs a role"),
+        ('{"messages": "x"}', 'give a list of messages there, or the text as "prompt"'),
+        ('{"conversations": "x"}', 'give a list of messages there, or the text as "prompt"'),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path, line, words):

@@ -73,6 +73,15 @@ def test_impossible_spans_are_refused_with_their_line(tmp_path, spans):
         read_rows(path)
 
 
+@pytest.mark.parametrize(("left", "missing"), [("answer_ids", "prompt_ids"), ("token_ids", "spans")])
+def test_a_missing_key_is_named(tmp_path, left, missing):
+    """Bug: the message ends in a bare quoted word, which does not say what about it."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({left: [1, 2, 3]}))
+    with pytest.raises(DFlowError, match=f"line 1: expected .*'{missing}' is missing"):
+        read_rows(path)
+
+
 def test_a_line_that_is_being_written_is_not_an_error(tmp_path):
     """Bug: one cannot train on what is there while answers are still being added; or damage goes unseen."""
     file = RowFile(tmp_path / "rows.jsonl", SETTINGS)
@@ -164,3 +173,11 @@ def test_the_split_is_by_prompt_alone():
     train, held_out = split_rows(made)
     assert 5 < len(held_out) < 40 and len(train) + len(held_out) == 300
     assert [row.prompt for row in held_out] == [row.prompt for row in made if is_held_out(row.prompt)]
+
+
+def test_rows_whose_prompt_has_no_text_are_split_by_its_tokens():
+    """Bug: all rows of a file without texts are held out, or none; or one prompt's answers are on both sides."""
+    made = [TrainingRow([number % 300, 2, 3 + number], 1, "", 0.0) for number in range(600)]
+    train, held_out = split_rows(made)
+    assert 10 < len(held_out) < 80 and len(train) + len(held_out) == 600
+    assert not {row.token_ids[0] for row in train} & {row.token_ids[0] for row in held_out}

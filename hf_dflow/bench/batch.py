@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from hf_dflow import DFlowGenerationConfig
+from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Pair, load_pair, use_threads
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, read_prompts
@@ -131,7 +132,7 @@ def _mark(is_good: bool) -> str:
 
 
 def main(
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write figures and conditions here.")] = None,
+    json_path: JsonOption = None,
     drafter: Annotated[Path | None, typer.Option(help="Drafter folder; the bundled one by default.")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
     batch_size: Annotated[int, typer.Option(min=2)] = BATCH_SIZE,

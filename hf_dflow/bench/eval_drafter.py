@@ -14,6 +14,7 @@ from rich.table import Table
 
 from hf_dflow import DFlowDrafter
 from hf_dflow.bench.evaluation import PLAIN, Plan, answer_all, as_record, is_identical
+from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair, use_threads
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
@@ -126,7 +127,7 @@ def _with_interval(figure: dict[str, Any], form: str = ".3f") -> str:
 def main(
     drafter: Annotated[str | None, typer.Option(help="Drafter folder or Hub name; the bundled one by default.")] = None,
     target: Annotated[str | None, typer.Option(help="Folder or Hub name; SmolLM2-135M-Instruct by default.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything here.")] = None,
+    json_path: JsonOption = None,
     bundled: Annotated[bool, typer.Option("--bundled", help="The bundled prompts; the default if none are named.")] = (
         False
     ),

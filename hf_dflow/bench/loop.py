@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dflow import DFlowGenerationConfig
+from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import bootstrap_interval, run_conditions
 from hf_dflow.bench.runners import Pair, load_pair, use_threads
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, first_of_each_task, read_prompts
@@ -222,7 +223,7 @@ def _mark(is_good: bool) -> str:
 
 
 def main(
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write figures and conditions here.")] = None,
+    json_path: JsonOption = None,
     drafter: Annotated[Path | None, typer.Option(help="Drafter folder; the bundled one by default.")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs for each prompt.")] = 3,

@@ -50,6 +50,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     try:
         tasks = json.loads(Path(path).read_text(encoding="utf-8"))
+        single = [task for task, texts in tasks.items() if isinstance(texts, str)]
+        if single:
+            raise TypeError(f"{single[0]!r} holds a text instead of a list of texts")
         prompts = [Prompt(task, text) for task, texts in tasks.items() for text in texts]
     except (OSError, AttributeError, TypeError, json.JSONDecodeError) as error:
         raise DFlowError(f'{path}: expected a JSON object like {{"task": ["prompt", …]}} ({error})') from error

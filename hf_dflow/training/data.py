@@ -100,7 +100,7 @@ def read_data(path: str | Path, min_answer_tokens: int = 3, max_length: int = 10
                     break
                 raise DFlowError(
                     f"{path}, line {number}: expected an object with token_ids and spans, or prompt_ids and "
-                    f"answer_ids ({error})"
+                    f"answer_ids ({f'{error} is missing' if isinstance(error, KeyError) else error})"
                 ) from error
             longest = max(end - start for start, end in row.spans)
             if longest < min_answer_tokens:
@@ -156,14 +156,18 @@ def row_record(
 
 
 def is_held_out(prompt: str, held_out_share: float = 0.06) -> bool:
-    """Whether a prompt belongs to the share never trained on: by its hash, so that no order and no file decides."""
+    """Whether a prompt belongs to the share never trained on: by its hash, so that no order and no file decides.
+
+    See [`split_rows`] for rows whose prompt has no text.
+    """
     digest = hashlib.sha256(prompt.encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32 < held_out_share
 
 
 def split_rows(rows: list[TrainingRow], held_out_share: float = 0.06) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Split into (training, held out) with [`is_held_out`]."""
-    return (
-        [row for row in rows if not is_held_out(row.prompt, held_out_share)],
-        [row for row in rows if is_held_out(row.prompt, held_out_share)],
-    )
+    """Split into (training, held out) with [`is_held_out`]; a prompt without text is told by its tokens."""
+    parts: tuple[list[TrainingRow], list[TrainingRow]] = ([], [])
+    for row in rows:
+        name = row.prompt or json.dumps(row.token_ids[: row.prompt_length])
+        parts[is_held_out(name, held_out_share)].append(row)
+    return parts

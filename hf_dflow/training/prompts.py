@@ -52,6 +52,8 @@ def as_prompt(record: Any) -> Prompt:
         if column is None:
             raise ValueError(f"expected one of {', '.join(COLUMNS)}, found {', '.join(record) or 'nothing'}")
         record = record[column]
+        if column != "prompt" and isinstance(record, str):
+            raise ValueError(f'"{column}" is a text; give a list of messages there, or the text as "prompt"')
     if isinstance(record, str) and record.strip():
         return Prompt([{"role": "user", "content": record}], tools)
     if not isinstance(record, list) or not record:
@@ -130,7 +132,10 @@ def read_dataset(name: str, split: str = "train", column: str | None = None) -> 
     if column not in data.column_names:
         raise DFlowError(f"--dataset {name}: give --column; there are {', '.join(data.column_names)}")
     tools = data["tools"] if "tools" in data.column_names else itertools.repeat(None)
-    records = ({"messages": value, "tools": tool} for value, tool in zip(data[column], tools, strict=False))
+    records = (
+        {"prompt" if isinstance(value, str) else "messages": value, "tools": tool}
+        for value, tool in zip(data[column], tools, strict=False)
+    )
     return _collect(((f"{name}, record {number}", record) for number, record in enumerate(records)), name)
 
 

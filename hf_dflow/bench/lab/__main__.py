@@ -32,6 +32,7 @@ from hf_dflow.bench.lab.target import (
     prompts,
     train_language_model,
 )
+from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.errors import DFlowError
 
@@ -205,7 +206,7 @@ def export(
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders with results.")],
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Pool the seeds of each folder; print tokens per step and gains."""
     record = {
