@@ -56,6 +56,24 @@ def test_a_row_says_the_same_with_its_seed(pair, law):
     assert said(output, 0) != said(output, 2)
 
 
+@pytest.mark.parametrize("block_size", [2, 3, 16])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
+def test_blocks_of_any_length_without_processors(pair, block_size, temperature):
+    """A2: a dimension squeezed away for some block, batch or empty list of processors; more drafts than a row has."""
+    target = pair[0]
+    sized = target, three_token_drafter(target, block_size)
+    output = sample(sized, ROWS, [1, 2, 3], temperature=temperature, output_scores=True)
+    assert output.sequences.shape == (3, WIDTH + NEW_TOKENS)
+    assert torch.equal(output.sequences[:, :WIDTH], padded(PROMPTS)[0])
+    assert int(output.sequences.min()) >= 0 and int(output.sequences.max()) < 3
+    assert [score.shape for score in output.scores] == [(3, 3)] * NEW_TOKENS
+    assert max(output.statistics.per_step_drafted) == block_size - 1
+    assert 0 < output.statistics.draft_acceptance_rate < 1
+    for row in ROWS:
+        alone = sample(sized, [row], [row + 1], temperature=temperature)
+        assert said(output, row) == said(alone, 0)
+
+
 def test_seeds_of_a_batch_follow_from_the_global_one(pair):
     """B5: `set_seed` that does not decide, or rows that all draw the same numbers."""
     set_seed(3)
