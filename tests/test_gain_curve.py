@@ -1,0 +1,91 @@
+"""The gain against what the probe saw: points come from the right records, and the picture is drawn."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_dflow.bench import gain_curve
+from hf_dflow.errors import DFlowError
+
+
+def figure(value):
+    return {"value": value, "interval_95": [value - 0.1, value + 0.1]}
+
+
+def probed(rescue):
+    return {"re_convergence": 0.6, "rescue_rate": rescue, "largest_gain": rescue / 2, "tokens_per_step": 9.0}
+
+
+def lab(tasks):
+    entries = {
+        task: {
+            "probe": probed(rescue),
+            "dflash": {"tokens_per_step": figure(3.0)},
+            "dflow": {"gain_over_dflash": figure(gain)},
+        }
+        for task, (rescue, gain) in tasks.items()
+    }
+    return {"corpora": {"records": {"tasks": entries}, "more updates": {}}}
+
+
+def evaluation(gain):
+    group = {
+        "contestants": {"dflash": {"tokens_per_step": figure(1.6)}},
+        "differences": {"dflow - dflash": {"gain": figure(gain), "difference": figure(9.0)}},
+    }
+    return {"modes": {"T=0": {"by_task": {"chat": group, "unprobed": group}}}}
+
+
+def probe(rescue):
+    return {"by_task": {"chat": {key: figure(value) for key, value in probed(rescue).items()}, "all": {}}}
+
+
+def follow(*arguments):
+    app = gain_curve.typer.Typer()
+    app.command()(gain_curve.main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_points_of_both_kinds_of_records_become_one_picture(tmp_path):
+    """Bug: a difference is read as a gain, the probe's tokens per step as the evaluation's, or a task without probe."""
+    files = {"lab": lab({"easy": (0.2, 0.1), "hard": (0.5, 0.4)}), "eval": evaluation(0.02), "probe": probe(0.1)}
+    for name, record in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    pair = f"real={tmp_path}/eval.json,{tmp_path}/probe.json"
+    result = follow(tmp_path / "curve.json", "--lab", tmp_path / "lab.json", "--pair", pair)
+    assert result.exit_code == 0, (result.output, result.exception)
+    record = json.loads((tmp_path / "curve.json").read_text())
+    found = [
+        (one["pair"], one["task"], one["rescue_rate"], one["dflash_tokens_per_step"], one["gain"])
+        for one in record["points"]
+    ]
+    assert found == [
+        ("records", "easy", 0.2, 3.0, 0.1),
+        ("records", "hard", 0.5, 3.0, 0.4),
+        ("real", "chat", 0.1, 1.6, 0.02),
+    ]
+    assert record["correlation_with_gain"]["rescue_rate"] > 0.99
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "| real, chat | 60.0% | 10.0% | 5.0% | 1.60 | +2.0% [-8.0%, +12.0%] |" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "0 points are no curve"),
+        (("--pair", "real=a.json"), "give NAME=EVALUATION.json,PROBE.json"),
+        (("--lab", "missing.json"), "missing.json: no JSON record"),
+    ],
+)
+def test_what_gives_no_curve_is_said(tmp_path, options, words):
+    """Bug: an empty picture, or a traceback about a key."""
+    error = follow(tmp_path / "curve.json", *options).exception
+    assert isinstance(error, DFlowError) and words in str(error)
+    assert not (tmp_path / "curve.json").exists()
+
+
+def test_records_without_a_common_task_are_refused():
+    """Bug: a pair vanishes from the picture and nobody is told."""
+    with pytest.raises(DFlowError, match="share no task"):
+        gain_curve.pair_points("real", evaluation(0.1), {"by_task": {"code": {}}})
