@@ -66,6 +66,7 @@ def test_points_of_both_kinds_of_records_become_one_picture(tmp_path):
         ("real", "chat", 0.1, 1.6, 0.02),
     ]
     assert record["correlation_with_gain"]["rescue_rate"] > 0.99
+    assert record["correlation_with_gain"]["re_convergence"] is None, "the same in all: no correlation, and no NaN"
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "| real, chat | 60.0% | 10.0% | 5.0% | 1.60 | +2.0% [-8.0%, +12.0%] |" in result.output
 

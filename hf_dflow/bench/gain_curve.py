@@ -45,7 +45,7 @@ def lab_points(record: dict[str, Any]) -> list[Point]:
 
 
 def pair_points(name: str, evaluation: dict[str, Any], probe: dict[str, Any]) -> list[Point]:
-    """Of `python -m hf_dflow.bench.eval_drafter` with the contestants "dflash" and "dflow", greedy, and `hf-dflow probe`.
+    """Of `hf-dflow probe`, and of `hf_dflow.bench.eval_drafter` with the contestants "dflash" and "dflow", greedy.
 
     Raises:
         DFlowError: They have no task in common, or the evaluation lacks the two.
@@ -64,14 +64,26 @@ def pair_points(name: str, evaluation: dict[str, Any], probe: dict[str, Any]) ->
 
 def _point(pair: str, task: str, seen: dict[str, float], dflash: dict[str, Any], gain: dict[str, Any]) -> Point:
     quality = dflash["tokens_per_step"]["value"]
-    probed = [seen[key] for key in ("re_convergence", "rescue_rate", "largest_gain")]
-    return Point(pair, task, *probed, quality, gain["value"], tuple(gain["interval_95"]))
+    low, high = gain["interval_95"]
+    return Point(
+        pair,
+        task,
+        re_convergence=seen["re_convergence"],
+        rescue_rate=seen["rescue_rate"],
+        largest_gain=seen["largest_gain"],
+        dflash_tokens_per_step=quality,
+        gain=gain["value"],
+        interval_95=(low, high),
+    )
 
 
-def correlations(points: list[Point]) -> dict[str, float]:
-    """Pearson's r of the gain with each axis, every point counted once."""
-    gains = [point.gain for point in points]
-    return {axis: float(np.corrcoef([getattr(point, axis) for point in points], gains)[0, 1]) for axis in AXES}
+def correlations(points: list[Point]) -> dict[str, float | None]:
+    """Pearson's r of the gain with each axis, every point counted once; `None` where one of them is the same in all."""
+    found: dict[str, float | None] = {}
+    for axis in AXES:
+        pairs = np.array([[getattr(point, axis), point.gain] for point in points]).T
+        found[axis] = float(np.corrcoef(pairs)[0, 1]) if np.ptp(pairs, axis=1).all() else None
+    return found
 
 
 def plot(points: list[Point], path: Path) -> None:
@@ -124,11 +136,13 @@ def main(
         points += pair_points(name, _read(Path(evaluation)), _read(Path(probe)))
     if len(points) < 2:
         raise DFlowError(f"{len(points)} points are no curve; give --lab or --pair with more tasks")
-    record = {"points": [asdict(point) for point in points], "correlation_with_gain": correlations(points)}
+    found = correlations(points)
+    record = {"points": [asdict(point) for point in points], "correlation_with_gain": found}
     output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plot(points, output.with_suffix(".png"))
     typer.echo(as_markdown(points))
-    typer.echo("\n".join(f"r with {AXES[axis]}: {r:.2f}" for axis, r in record["correlation_with_gain"].items()))
+    for axis, r in found.items():
+        typer.echo(f"r with {AXES[axis]}: {'none, it is the same in all' if r is None else format(r, '.2f')}")
 
 
 def _read(path: Path) -> dict[str, Any]:
