@@ -3,38 +3,49 @@
 A field that a new release of transformers adds makes this fail until somebody has found out which of the two it is.
 """
 
+from functools import cache
+
 import pytest
 import torch
-from kit import PatternDrafter, assert_not_vacuous, prompt_of, scripted, tiny_target, tiny_tokenizer
-from transformers import GenerationConfig, __version__
+from kit import PatternDrafter, assert_not_vacuous, prompt_of, scripted, tiny_drafter, tiny_target, tiny_tokenizer
+from transformers import CompileConfig, GenerationConfig, __version__
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-NEW_TOKENS, EOS = 24, 11
+NEW_TOKENS, EOS = 24, 11  # greedy: 49 38 27 56 8 38 2 7 6 38 24 35, then 49 for ever
 PROMPT = prompt_of(9)
 FLOAT32 = 1e-4  # scores are float32, and a block sums in another order than single tokens
 NEWEST = "5.24"
 
-# Greedy text equals plain decoding's under the same options. Some change the text, some have nothing to do with it.
+# Greedy text equals plain decoding's under the same options, which change it.
 SAME = {
-    "bad_words_ids": {"bad_words_ids": [[13], [28], [3, 4]]},
+    "bad_words_ids": {"bad_words_ids": [[27], [28], [24, 35]]},
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(1, 64, 2))},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
+    "eos_token_id": {"eos_token_id": [EOS, 24]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (6, 1.4), "eos_token_id": EOS},
+    "forced_eos_token_id": {"forced_eos_token_id": EOS},
+    "guidance_scale": {"guidance_scale": 1.7},
+    "max_length": {"max_length": 9 + 17},
+    "max_new_tokens": {"max_new_tokens": 17},
+    "min_length": {"min_length": 18, "eos_token_id": EOS, "sequence_bias": [[[EOS], 6.0]]},
+    "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": EOS, "sequence_bias": [[[EOS], 6.0]]},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "sequence_bias": {"sequence_bias": [[[5], 2.5], [[5, 9], 2.0], [[20], -5.0]]},
+    "stop_strings": {"stop_strings": ["My"], "tokenizer": tiny_tokenizer()},
+    "suppress_tokens": {"suppress_tokens": list(range(0, 64, 3))},
+    "watermarking_config": {"watermarking_config": {"bias": 3.0, "seeding_scheme": "lefthash"}},
+}
+# The same, by options that do not change the text.
+NEUTRAL = {
     "bos_token_id": {"bos_token_id": 5},
     "cache_implementation": {"cache_implementation": "dynamic"},
     "disable_compile": {"disable_compile": True},
     "decoder_start_token_id": {"decoder_start_token_id": 3},
-    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
-    "eos_token_id": {"eos_token_id": EOS},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (6, 1.4), "eos_token_id": EOS},
     "forced_bos_token_id": {"forced_bos_token_id": 7},
-    "forced_eos_token_id": {"forced_eos_token_id": EOS},
-    "guidance_scale": {"guidance_scale": 1.7},
     "max_cache_len": {"max_cache_len": 64},
-    "max_length": {"max_length": 9 + 17},
-    "max_new_tokens": {"max_new_tokens": 17},
     "max_time": {"max_time": 1e6},
-    "min_length": {"min_length": 18, "eos_token_id": EOS, "sequence_bias": [[[EOS], 6.0]]},
-    "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": EOS, "sequence_bias": [[[EOS], 6.0]]},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "output_logits": {"output_logits": True, "return_dict_in_generate": True},
@@ -43,30 +54,27 @@ SAME = {
     "prefill_chunk_size": {"prefill_chunk_size": 4},
     "remove_invalid_values": {"remove_invalid_values": True},
     "renormalize_logits": {"renormalize_logits": True},
-    "repetition_penalty": {"repetition_penalty": 1.5},
     "return_dict_in_generate": {"return_dict_in_generate": True},
-    "sequence_bias": {"sequence_bias": [[[5], 2.5], [[5, 9], 2.0], [[20], -5.0]]},
-    "stop_strings": {"stop_strings": ["q"], "tokenizer": tiny_tokenizer()},
-    "suppress_tokens": {"suppress_tokens": list(range(0, 64, 3))},
     "use_cache": {"use_cache": True},
-    "watermarking_config": {"watermarking_config": {"bias": 3.0, "seeding_scheme": "lefthash"}},
+    "compile_config": {"compile_config": CompileConfig()},  # of static caches: test_static_compiled.py
+    "cache_config": {"cache_config": {"backend": "quanto"}},  # of quantised caches, which are refused
     # Of beams and of other generators; plain greedy decoding does not read them either.
-    "compile_config": {},
-    "cache_config": {},
-    "continuous_batching_config": {},
-    "early_stopping": {"early_stopping": False},
-    "length_penalty": {"length_penalty": 1.0},
-    "low_memory": {},
+    "continuous_batching_config": {"continuous_batching_config": ContinuousBatchingConfig()},
+    "diversity_penalty": {"diversity_penalty": 0.5},
+    "early_stopping": {"early_stopping": True},
+    "length_penalty": {"length_penalty": 2.0},
+    "low_memory": {"low_memory": True},
+    "num_beam_groups": {"num_beam_groups": 2},
     # Of classic assisted generation: the drafter's block and num_draft_tokens decide.
     "assistant_confidence_threshold": {"assistant_confidence_threshold": 0.9},
     "assistant_lookbehind": {"assistant_lookbehind": 3},
-    "is_assistant": {"is_assistant": False},
+    "is_assistant": {"is_assistant": False},  # set by transformers; True fails in plain decoding as well
     "max_matching_ngram_size": {"max_matching_ngram_size": 4},
     "num_assistant_tokens": {"num_assistant_tokens": 2},
     "num_assistant_tokens_schedule": {"num_assistant_tokens_schedule": "heuristic"},
     "target_lookbehind": {"target_lookbehind": 3},
 }
-# Sampled: the law of the first tokens is plain decoding's (test_processors.py looks at all others).
+# Sampled: each token's law is plain decoding's behind the same text (test_sampling_law.py has the law of the loop).
 SAMPLED = {
     "do_sample": {},
     "temperature": {"temperature": 0.6},
@@ -82,18 +90,18 @@ SAMPLED = {
 REFUSED = {
     "assistant_early_exit": ({"assistant_early_exit": 2}, "assistant_early_exit"),
     "assistant_ensemble_weight": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
-    "constraints": ({"constraints": [1], "num_beams": 2}, "Constrained|num_beams|constraints"),
-    "diversity_penalty": ({"diversity_penalty": 0.5, "num_beams": 2, "num_beam_groups": 2}, "Group|num_beams"),
+    "constraints": ({"constraints": [1]}, "Constrained|constraints"),
+    "diversity_penalty, with beams": ({"diversity_penalty": 0.5, "num_beams": 2, "num_beam_groups": 2}, "Group|num_be"),
     "dola_layers": ({"dola_layers": "low"}, "dola_layers"),
     "force_words_ids": ({"force_words_ids": [[3]]}, "Constrained|force_words_ids"),
-    "num_beam_groups": ({"num_beams": 2, "num_beam_groups": 2}, "Group|num_beams"),
+    "num_beam_groups, with beams": ({"num_beams": 2, "num_beam_groups": 2}, "Group|num_beams"),
     "num_beams": ({"num_beams": 2}, "num_beams"),
     "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, "Contrastive|penalty_alpha"),
     "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
     "token_healing": ({"token_healing": True, "tokenizer": tiny_tokenizer()}, "token_healing"),
     "use_cache": ({"use_cache": False}, "use_cache"),
     "use_mtp": ({"use_mtp": True}, "use_mtp"),
-    "cache_implementation": ({"cache_implementation": "quantized"}, "cache_implementation"),
+    "cache_implementation, quantized": ({"cache_implementation": "quantized"}, "cache_implementation"),
 }
 NOT_OPTIONS = {"speculation_type", "transformers_version"}  # the flag itself, and who wrote the file
 
@@ -104,52 +112,61 @@ def fields() -> set[str]:
 
 def test_every_field_is_here():
     """A new option that nobody has looked at, silently ignored."""
-    known = {*SAME, *SAMPLED, *REFUSED, *NOT_OPTIONS}
+    known = {*SAME, *NEUTRAL, *SAMPLED, *(name.split(",")[0] for name in REFUSED), *NOT_OPTIONS}
     assert fields() <= known, sorted(fields() - known)
     if __version__.startswith(NEWEST):
         assert known <= fields(), sorted(known - fields())
 
 
 def present(names):
-    return [name for name in names if name in fields()]
+    return [name for name in names if name.split(",")[0] in fields()]
 
 
-@pytest.mark.parametrize("name", present(SAME))
+@cache
+def default_text():
+    return tiny_target().generate(PROMPT, do_sample=False, max_new_tokens=NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", present({**SAME, **NEUTRAL}))
 def test_same_result(name):
-    """An option that reaches plain decoding only."""
-    target, options = tiny_target(), dict(SAME[name])
+    """An option that reaches plain decoding only; or a row of this table that shows nothing."""
+    target, options = tiny_target(), {**SAME, **NEUTRAL}[name]
     length = {} if {"max_length", "max_new_tokens"} & set(options) else {"max_new_tokens": NEW_TOKENS}
     slack = {"max_new_tokens": NEW_TOKENS + 8} if name != "forced_eos_token_id" else length
     alone = {key: value for key, value in options.items() if not key.startswith(("output", "return", "max_"))}
     text = target.generate(PROMPT, do_sample=False, **alone, **slack)
     drafter = scripted(PatternDrafter, target, PROMPT, 1, pattern=[5, 1, 0, 3]).follow(text, PROMPT.shape[1])
+    arguments = {**options, **length, "do_sample": False, "assistant_model": drafter, "speculation_type": "dflow"}
     plain = target.generate(PROMPT, do_sample=False, **options, **length)
-    ours = target.generate(
-        PROMPT, do_sample=False, **options, **length, assistant_model=drafter, speculation_type="dflow"
-    )
+    ours = target.generate(PROMPT, **arguments)
     if not isinstance(plain, torch.Tensor):
-        assert_not_vacuous(ours.statistics)
         for field in ("scores", "logits", "hidden_states", "attentions"):
-            assert (getattr(plain, field) is None) == (getattr(ours, field) is None)
+            assert (getattr(plain, field) is None) == (getattr(ours, field) is None) == (name != f"output_{field}")
+            torch.testing.assert_close(getattr(ours, field), getattr(plain, field), atol=FLOAT32, rtol=FLOAT32)
         plain, ours = plain.sequences, ours.sequences
     assert isinstance(ours, torch.Tensor) and torch.equal(ours, plain)
-    assert len(drafter.anchor_positions) > 2
+    assert torch.equal(plain, default_text()) == (name in NEUTRAL)
+    assert_not_vacuous(target.generate(PROMPT, **{**arguments, "return_dict_in_generate": True}).statistics)
 
 
 @pytest.mark.parametrize("name", present(SAMPLED))
 def test_same_law(name):
     """A warper that reaches drafts or target only, or rows of one prompt that share a law by mistake."""
-    target = tiny_target()
-    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=[5, 1, 0, 3])
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "output_scores": True, **SAMPLED[name]}
-    options |= {"return_dict_in_generate": True}
+    target, options = tiny_target(), {"do_sample": True, "top_k": 0, "temperature": 0.4, **SAMPLED[name]}
+    options |= {"output_scores": True, "return_dict_in_generate": True}
+    drafter = tiny_drafter(target, drafter_class=PatternDrafter)
+    drafter.pattern = [5, 1, 0, 3]
+    drafter.follow_rows([(default_text(), PROMPT.shape[1])] * options.get("num_return_sequences", 1))
     torch.manual_seed(0)
-    plain = target.generate(PROMPT, **options)
-    ours = target.generate(PROMPT, **options, assistant_model=drafter, speculation_type="dflow")
-    assert ours.sequences.shape == plain.sequences.shape
-    torch.testing.assert_close(ours.scores[0], plain.scores[0], atol=FLOAT32, rtol=FLOAT32)
-    for row in range(len(ours.sequences)):
-        assert ours.scores[0][row, ours.sequences[row, -2]].isfinite()
+    ours = target.generate(PROMPT, **options, max_new_tokens=12, assistant_model=drafter, speculation_type="dflow")
+    assert ours.statistics.num_accepted_draft_tokens > 0
+    rows = options.pop("num_return_sequences", 1)
+    assert ours.sequences.shape == (rows, PROMPT.shape[1] + 12)
+    for i, scores in enumerate(ours.scores):
+        prefix = ours.sequences[:, : PROMPT.shape[1] + i]
+        plain = target.generate(prefix, attention_mask=torch.ones_like(prefix), max_new_tokens=1, **options).scores[0]
+        torch.testing.assert_close(scores, plain, atol=FLOAT32, rtol=FLOAT32)
+        assert scores.gather(1, ours.sequences[:, prefix.shape[1]][:, None]).isfinite().all()
 
 
 @pytest.mark.parametrize("name", present(REFUSED))
