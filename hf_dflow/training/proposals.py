@@ -11,6 +11,7 @@ from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training.loss import slots_per_chunk
 from hf_dflow.training.masks import PackedMask
 from hf_dflow.training.packing import Anchors, BlockLayout, Sequences, context_places
+from hf_dflow.training.target import inner_model
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -71,13 +72,12 @@ def _forward(target, token_ids, *, attention_mask, position_ids, cache):
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None:  # slots past it, and padding, teach nothing, but a table of learned positions has no row
         position_ids = position_ids.clamp(max=limit - 1)
-    output = target(
+    output = inner_model(target)(  # its states are wanted, and nobody reads logits
         token_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
         output_hidden_states=True,
         use_cache=True,
-        logits_to_keep=1,
         **{cache_argument(target): cache},
     )
     return output.hidden_states, get_cache(output)

@@ -12,6 +12,7 @@ from hf_dflow.errors import DFlowError
 from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training.config import DECAY_OF_BLOCK, TrainingConfig, TrainingConfigError
 from hf_dflow.training.data import TrainingRow
+from hf_dflow.training.target import inner_model
 from hf_dflow.training.vocabulary import frequent_tokens
 
 DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_TAPS = 2, 8, 5
@@ -205,7 +206,7 @@ def initialise_from_target(drafter: DFlowDrafter, target: Any) -> None:
     reason = _why_not_copied(target, len(drafter.layers))
     if reason:
         raise DFlowError(f'the target\'s layers cannot be copied: {reason}; set "initialise_from_target" to false')
-    inner = _inner_model(target)
+    inner = inner_model(target)
     for ours, theirs in zip(drafter.layers, inner.layers[-len(drafter.layers) :], strict=True):
         own = {key: value for key, value in ours.state_dict().items() if key in OWN_NORMS}
         ours.load_state_dict({**own, **_base_weights(theirs)})
@@ -217,7 +218,7 @@ def initialise_from_target(drafter: DFlowDrafter, target: Any) -> None:
 
 def _why_not_copied(target: Any, num_layers: int) -> str | None:
     """Why the target's last layers are no draft layers, or `None` if they are."""
-    inner = _inner_model(target)
+    inner = inner_model(target)
     layers = getattr(inner, "layers", None)
     if layers is None or not hasattr(inner, "norm"):
         return f"{type(inner).__name__} has no 'layers' and 'norm'"
@@ -235,12 +236,6 @@ def _why_not_copied(target: Any, num_layers: int) -> str | None:
     if found - set(OWN_NORMS) != needed:
         return f"their weights differ by {', '.join(sorted((found - set(OWN_NORMS)) ^ needed))}"
     return None
-
-
-def _inner_model(target: Any) -> Any:
-    """The decoder inside a causal language model, and inside PEFT's wrapping of one."""
-    base = target.get_base_model() if hasattr(target, "get_base_model") else target
-    return getattr(base, base.base_model_prefix, base)
 
 
 def _base_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -66,3 +66,9 @@ def _weights_digest(model: PreTrainedModel) -> str:
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(weights[::stride].float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def inner_model(target: Any) -> Any:
+    """The decoder without its head inside a causal language model, and inside PEFT's wrapping of one."""
+    base = target.get_base_model() if hasattr(target, "get_base_model") else target
+    return getattr(base, base.base_model_prefix, base)
