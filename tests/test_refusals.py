@@ -26,6 +26,7 @@ OPTIONS = {
     "streamed batch": ({"inputs": prompt_of(6).repeat(2, 1), "streamer": RecordingStreamer()}, "batch of 2"),
     "tensors of a batch": ({"inputs": prompt_of(6).repeat(2, 1), "labels": torch.zeros(2, 6)}, "labels"),
     "tensors in chunks": ({"prefill_chunk_size": 2, "labels": torch.zeros(1, 6)}, "labels"),
+    "chunks of nothing": ({"prefill_chunk_size": 0}, "prefill_chunk_size=0"),
     "seeds": ({"generation_config": {"do_sample": True, "seeds": [1, 2]}}, "seeds"),
     "relay": ({"generation_config": {"use_relay": True}}, "use_relay"),
     "rule": ({"generation_config": {"verification": "tree"}}, "verification"),

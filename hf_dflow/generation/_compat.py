@@ -14,6 +14,8 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
+from hf_dflow.kernels import compact_rows
+
 STATIC_IS_CROPPABLE = StaticLayer.is_croppable  # since 5.20 or so
 CACHE_NAMES = ("cache", "past_key_values")  # since 5.24, before
 PROMPT_ONLY = tuple(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)  # images and the like, which no later forward is given
@@ -81,13 +83,16 @@ def fixed_rope_length(model: PreTrainedModel) -> int | None:
     return min(lengths, default=None)
 
 
-def gather_columns(cache: Cache, columns: torch.Tensor) -> None:
-    """Keep of each row only `columns` `[B, kept]`, in that order."""
+def compact_columns(cache: Cache, keep: torch.Tensor, width: int, backend: str) -> None:
+    """Move the columns `keep` `[B, T]` of each row to the left, in place, and keep the first `width` columns."""
+    devices: dict[torch.device, list[torch.Tensor]] = {}
     for layer in _filled(cache):
-        for name in ("keys", "values"):
-            states = getattr(layer, name)
-            index = columns.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-            setattr(layer, name, states.gather(2, index))
+        for states in (layer.keys, layer.values):
+            devices.setdefault(states.device, []).append(states)
+    for device, held in devices.items():
+        compact_rows(held, keep.to(device), backend=backend)
+    for layer in _filled(cache):
+        layer.keys, layer.values = layer.keys[:, :, :width], layer.values[:, :, :width]
 
 
 def select_rows(cache: Cache, rows: torch.Tensor) -> None:

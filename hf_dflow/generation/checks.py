@@ -111,7 +111,10 @@ def check_call(
         )
     if input_ids.shape[0] > 1:
         _check_batch(input_ids.shape[0], model_kwargs, generation_config, has_streamer, asks_criteria)
-    if generation_config.prefill_chunk_size is not None:
+    chunk_size = generation_config.prefill_chunk_size
+    if chunk_size is not None and chunk_size < 1:
+        raise UnsupportedGenerationError(f"prefill_chunk_size={chunk_size}; use a number of tokens, or leave it out.")
+    if chunk_size is not None:
         _refuse_tensors(model_kwargs, "which chunk of the prompt needs which part of it")
 
 

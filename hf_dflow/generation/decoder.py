@@ -171,7 +171,8 @@ class _Call:
     # -- the lines of the loop
 
     def _start(self, rows: list[Row], model_kwargs: dict[str, Any]) -> DecodeState:
-        state = DecodeState(rows, model_kwargs, is_returned=bool(self.config.return_dict_in_generate))
+        is_returned = bool(self.config.return_dict_in_generate)
+        state = DecodeState(rows, model_kwargs, is_returned=is_returned, backend=self.verifier.backend)
         state.cache.activate_past_recording()
         self.target.open(model_kwargs)
         state.cached_rows = int(state.cache.get_seq_length())

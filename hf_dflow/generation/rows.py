@@ -163,13 +163,13 @@ class TargetColumns:
         first, kept = torch.tensor([lengths, counts], device=device)[..., None]
         self.tokens = torch.cat([self.tokens, torch.where(offsets < kept, first + offsets, -1)], dim=1)
 
-    def compact(self, cache: Cache, longest: int) -> None:
+    def compact(self, cache: Cache, longest: int, backend: str) -> None:
         """Squeeze the holes out of `cache`, where they are too many for a longest row of `longest` tokens."""
         if self.width - longest <= MAX_HOLES * self.width:
             return
-        order = self.tokens.argsort(dim=1, stable=True)[:, self.width - longest :]  # holes sort first
-        self.tokens = self.tokens.gather(1, order)
-        _compat.gather_columns(cache, order)
+        is_kept = self.tokens >= 0
+        _compat.compact_columns(cache, is_kept, longest, backend)
+        self.tokens = pack(self.tokens, is_kept)[:, :longest]
 
     def select(self, rows: torch.Tensor) -> None:
         self.tokens = self.tokens[rows]

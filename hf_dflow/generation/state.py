@@ -54,6 +54,7 @@ class DecodeState:
     cached_rows: int = 0  # columns of committed tokens in the target cache
     ahead: int = 0  # tokens that the cache held from the start and that the rows' ids leave out
     is_returned: bool = False  # whether the caller gets the cache
+    backend: str = "auto"  # of the op that squeezes holes out of the cache
     prompt_cache: list | None = None  # what the cache held after the prefill of a batch, where the caller gets it back
     num_target_forwards: int = 0
     num_draft_forwards: int = 0
@@ -162,7 +163,7 @@ class DecodeState:
                     self.model_kwargs[name] = self.model_kwargs[name][..., index, :]
         self.rows = [self.rows[i] for i in kept]
         if self.columns is not None and kept:
-            self.columns.compact(self.cache, max(row.next_position for row in self.rows))
+            self.columns.compact(self.cache, max(row.next_position for row in self.rows), self.backend)
             self.model_kwargs["attention_mask"] = self.columns.attention_mask()
         return selection
 
