@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from hf_dflow.bench import gain_curve
 from hf_dflow.bench.lab.report import as_markdown, read_results, summarise, summarise_tasks
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "model_cards").glob("smollm2*.md")]
 EVALUATIONS = {
+    "eval-chat": "24 held-out ShareGPT prompts",
     "eval-training-kinds": "16 held out, kinds seen in training",
     "eval-other-kinds": "24 of other wording, six tasks",
+    "eval-human-eval": "12 of HumanEval",
 }
+KINDS = ("dflash", "multi_round", "dflow, relay off", "dflow")
 
 
 def evaluation(name):
@@ -31,12 +35,27 @@ def row_of(record, label):
     cells = [
         label,
         *(with_interval(one["tokens_per_step"], ".2f") for one in found),
-        with_interval(group["differences"]["dflow - dflash"]["difference"], "+.3f"),
+        with_interval(group["differences"]["dflow - dflash"]["gain"], "+.1%"),
+        " / ".join(f"{one['accepted_length_std']:.2f}" for one in found),
         " / ".join(f"{one['draft_acceptance_rate']:.1%}" for one in found),
         " / ".join(f"{one['target_forwards_per_token']:.2f}" for one in found),
         "yes" if is_own else "no",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def ablation_row(name):
+    """One kind of drafter: tokens per step on each set of prompts."""
+    groups = [evaluation(record)["modes"]["T=0"]["all"]["contestants"] for record in EVALUATIONS]
+    return f"| {name} | " + " | ".join(with_interval(one[name]["tokens_per_step"], ".2f") for one in groups) + " |"
+
+
+def sampled_row(mode):
+    group = evaluation("eval-sampled")["modes"][mode]["all"]
+    steps = [with_interval(group["contestants"][name]["tokens_per_step"], ".2f") for name in ("dflash", "dflow")]
+    return (
+        "| " + " | ".join([mode, *steps, with_interval(group["differences"]["dflow - dflash"]["gain"], "+.1%")]) + " |"
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -47,12 +66,12 @@ def test_printed_figures_are_the_measured_ones(document):
         record = evaluation(name)
         assert label.startswith(str(record["conditions"]["prompts"]))
         assert row_of(record, label) in text
-    groups = evaluation("eval-other-kinds")["modes"]["T=0"]["by_task"]
-    by_task = [
-        f"{task} " + " / ".join(f"{one['tokens_per_step']['value']:.2f}" for one in group["contestants"].values())
-        for task, group in groups.items()
-    ]
-    assert ", ".join(by_task) in text
+    for mode in ("T=1, token verification", "T=1, block verification"):
+        assert sampled_row(mode) in text
+    for name in KINDS:
+        assert ablation_row(name) in text
+    speed = evaluation("eval-seconds")["modes"]["T=0"]["all"]["contestants"]["dflow"]["speed_up"]
+    assert with_interval(speed, ".2f") in text
 
 
 def test_records_say_what_they_depend_on():
@@ -62,6 +81,7 @@ def test_records_say_what_they_depend_on():
         assert {"versions", "cpu", "target", "drafter", "block_size", "max_new_tokens"} <= record["conditions"].keys()
         assert record["modes"]["T=0"]["all"]["prompts"] == len(record["rows"]) == record["conditions"]["prompts"]
         assert "sharegpt" not in {row["task"] for row in record["rows"] if "prompt" in row}
+        assert record["modes"]["T=0"]["all"]["contestants"].keys() == set(KINDS)
 
 
 def test_the_experiment_prints_the_measured_tables():
@@ -84,3 +104,23 @@ def test_the_experiment_is_the_runs(tmp_path):
     made = summarise(read_results(tmp_path))
     made |= {"tasks": summarise_tasks(runs / "tasks.jsonl"), "sampled": summarise_tasks(runs / "sampled.jsonl")}
     assert as_markdown(made) == as_markdown(evaluation("lab-airports")["corpora"]["airports-b8"])
+
+
+def test_the_gain_curve_is_that_of_the_records():
+    """Bug: new figures are committed and the picture, its table or its correlations are still of the old ones."""
+    points = gain_curve.lab_points(evaluation("lab-airports"))
+    points += gain_curve.pair_points("SmolLM2", evaluation("eval-other-kinds"), evaluation("probe-other-kinds"))
+    record = evaluation("gain-curve")
+    assert [one["gain"] for one in record["points"]] == [point.gain for point in points]
+    text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
+    assert gain_curve.as_markdown(points) in text
+    for r in gain_curve.correlations(points).values():
+        assert f"{r:.2f}" in text
+
+
+def test_the_learning_curve_prints_the_measured_figures():
+    """Bug: the advice on short blocks argues from figures that no record holds."""
+    text = (ROOT / "docs" / "train-your-own.md").read_text(encoding="utf-8")
+    for found in evaluation("eval-curve")["modes"]["T=0"]["all"]["contestants"].values():
+        first, second = [*found["acceptance_rate_per_position"], 0][:2]
+        assert f"| {with_interval(found['tokens_per_step'], '.2f')} | {first:.1%} | {second:.1%} |" in text

@@ -1,0 +1,93 @@
+"""`python -m hf_dflow.bench.rebuild OUTPUT`: the bundled drafter's recipe, from prompts to a drafter, for any target.
+
+The recipe (`recipe.json` beside the bundled drafter) holds how the target answers, the mask-round stages that all kinds
+of drafters share, and the last stage of each kind. Every part goes on where it was stopped.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_dflow.bench.smollm2 import smollm2_folder
+from hf_dflow.errors import DFlowError
+
+RECIPE = Path(__file__).parents[1] / "drafters" / "smollm2-135m-instruct-b8" / "recipe.json"
+TRUNK = "trunk"
+
+
+def kinds_of(recipe: dict[str, Any]) -> list[str]:
+    """What the recipe can end in."""
+    return list(recipe["kinds"])
+
+
+def configuration(recipe: dict[str, Any], part: str, updates: int | None = None) -> Any:
+    """The run of the shared stages ("trunk") or of one kind's last stage.
+
+    Args:
+        updates (`int`, *optional*): Of all the trunk's stages together, or of the last stage; the recipe's otherwise.
+
+    Raises:
+        TrainingConfigError: The recipe is no training configuration.
+    """
+    from hf_dflow.training.config import TrainingConfig
+
+    own = recipe[TRUNK] if part == TRUNK else recipe["kinds"][part]
+    training = TrainingConfig.from_dict({**recipe["common"], **own}, f"{RECIPE.name}, {part}")
+    return training if updates is None else training.with_updates(updates)
+
+
+def main(
+    output: Annotated[
+        Path, typer.Argument(help="For answers, features, runs; the drafter ends in OUTPUT/KIND/drafter.")
+    ],
+    kind: Annotated[
+        str, typer.Option(help="dflow, the bundled one; or dflash or multi_round, trained alike.")
+    ] = "dflow",
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name; SmolLM2-135M-Instruct by default.")] = None,
+    recipe_path: Annotated[Path, typer.Option("--recipe", help="The bundled drafter's by default.")] = RECIPE,
+    limit: Annotated[int, typer.Option(min=0, help="Ask only so many prompts of each source; 0: the recipe's.")] = 0,
+    trunk_updates: Annotated[int | None, typer.Option(min=1, help="Fewer or more, shared among the stages.")] = None,
+    updates: Annotated[int | None, typer.Option(min=1, help="Of the last stage.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+) -> None:
+    """Let the target answer, train the shared stages, then the last stage of one kind of drafter."""
+    recipe = json.loads(recipe_path.read_text(encoding="utf-8"))
+    if kind not in kinds_of(recipe):
+        raise DFlowError(f"--kind {kind}: use one of {', '.join(kinds_of(recipe))}")
+    parts = {TRUNK: configuration(recipe, TRUNK, trunk_updates), kind: configuration(recipe, kind, updates)}
+
+    from hf_dflow.bench.runners import use_threads
+    from hf_dflow.training import commands, run
+
+    use_threads(threads)
+    name = str(target or smollm2_folder())
+    output.mkdir(parents=True, exist_ok=True)
+    files = []
+    for source in recipe["answers"]:
+        files.append(output / f"{Path(source['prompts']).stem}.jsonl")
+        commands.data(
+            name,
+            files[-1],
+            prompts=[source["prompts"]],
+            limit=limit or source["limit"],
+            part="train",
+            temperature=source["temperatures"],
+            max_new_tokens=source["max_new_tokens"],
+            batch=source["batch"],
+            dtype=source["dtype"],
+        )
+    start_from = None
+    for part, training in parts.items():
+        folder = output / part
+        if not (folder / "drafter" / "provenance.json").exists():
+            typer.echo(f"{part}: {training.updates} updates")
+            # The parts tap the same layers of the same rows, so they share the features.
+            run.train(name, files, folder, training, start_from=start_from, features=output / "features")
+        start_from = str(folder / "drafter")
+    typer.echo(start_from)
+
+
+if __name__ == "__main__":
+    typer.run(main)
