@@ -1,9 +1,12 @@
 """Configuration of a block-diffusion drafter with verifier relay."""
 
+import math
 import warnings
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_dflow.errors import DrafterConfigError
 
@@ -11,6 +14,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 INPUT_EMBEDDINGS = ("raw", "target", "own")
 OUTPUT_HEADS = ("target", "own")
 FORMAT_VERSION = 1
+# Far above what any drafter or tokenizer has; what the file claims beyond is damage, or an attempt to exhaust memory.
+LONGEST_BLOCK, LARGEST_VOCABULARY = 1024, 2**24
 GIVEN: Any = None  # no default; `check` refuses a drafter without it
 
 
@@ -20,7 +25,9 @@ class DFlowDrafterConfig(PreTrainedConfig):
     `target_layer_ids`, `rope_parameters`, sizes) have none: [`~DFlowDrafterConfig.check`] names what is missing.
 
     Args:
-        vocab_size (`int`): Rows of the target's vocabulary that the drafter may propose.
+        vocab_size (`int`, *optional*):
+            Rows of the target's vocabulary that the drafter may propose; `None`: all. Needed where anything of that
+            height is the drafter's own.
         hidden_size (`int`): Width of the draft layers; equals the target's unless the drafter owns embedding and head.
         target_hidden_size (`int`, *optional*, defaults to `hidden_size`): Width of one tapped target state.
         intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`):
@@ -33,12 +40,21 @@ class DFlowDrafterConfig(PreTrainedConfig):
         full_is_causal (`bool`, *optional*, defaults to `False`): The same for full layers.
         window_is_inclusive (`bool`, *optional*, defaults to `True`):
             `|q - k| <= sliding_window` (transformers' native drafters) or `< sliding_window` (z-lab).
-        block_size (`int`): Anchor plus drafted tokens of a full block.
+        window_from_anchor (`bool`, *optional*, defaults to `False`):
+            Every row of a block sees the context that its anchor sees, and the whole block whatever the window
+            (vLLM's speculators).
+        block_size (`int`): Rows of a full block: the anchor and masked slots.
+        sample_from_anchor (`bool`, *optional*, defaults to `False`):
+            Each row of the block, the anchor's too, predicts the token behind its own position, so that a block
+            drafts `block_size` tokens. Otherwise a masked slot predicts its own position: `block_size - 1` tokens.
         mask_token_id (`int`): Token whose input embedding fills the masked slots. Never proposed.
         target_layer_ids (`list[int]`):
             Tapped target layers; id *l* means `hidden_states[l + 1]` of a forward with `output_hidden_states=True`.
         num_target_layers (`int`, *optional*): Layers of the target the drafter was made for.
-        target_name (`str`, *optional*): Name of that target; a different one gives a warning, not an error.
+        target_name, target_revision (`str`, *optional*): That target; a different one gives a warning, not an error.
+        tokenizer_fingerprint (`str`, *optional*): What [`~hf_dflow.tokenizer_fingerprint`] says of its tokenizer.
+        chat_mode (`str`, *optional*):
+            How the target was asked when its answers were collected: "thinking", "non-thinking", "chat" or "raw".
         input_embedding (`str`, *optional*, defaults to `"raw"`):
             `"raw"`: rows of the target's embedding matrix, times `input_embedding_scale`. `"target"`: what the target's
             embedding module returns, its own scaling included. `"own"`: the drafter's matrix.
@@ -48,6 +64,10 @@ class DFlowDrafterConfig(PreTrainedConfig):
             `draft_token_ids`. All others get a draft probability of zero, and come from the target alone.
         input_embedding_scale, output_multiplier (`float`, *optional*, defaults to 1.0): Plain factors.
         final_logit_softcapping (`float`, *optional*): `cap * tanh(logits / cap)` after the multiplier.
+        conv_kernel_size, conv_group_size (`int`, *optional*):
+            DFlash 2: taps and channels of a group of the convolutions around each sublayer; `None`: none.
+        selector_rank, selector_top_k (`int`, *optional*):
+            DFlash 2: rank of the candidate selector and how many candidates it chooses from; `None`: no selector.
         use_relay (`bool`, *optional*, defaults to `True`): Whether the model has relay weights.
         relay_intermediate_size (`int`, *optional*, defaults to `hidden_size`): Width of the relay's MLP.
         relay_hidden_act (`str`, *optional*, defaults to `"silu"`): Its activation.
@@ -59,7 +79,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
     model_type = "dflow_drafter"
     default_theta = GIVEN  # a guessed rotary base costs acceptance without any error
 
-    vocab_size: int = GIVEN
+    vocab_size: Any = None  # int; None: the target's
     hidden_size: int = GIVEN
     target_hidden_size: int = GIVEN
     intermediate_size: int = GIVEN
@@ -79,17 +99,26 @@ class DFlowDrafterConfig(PreTrainedConfig):
     sliding_is_causal: bool = False
     full_is_causal: bool = False
     window_is_inclusive: bool = True
+    window_from_anchor: bool = False
     block_size: int = GIVEN
+    sample_from_anchor: bool = False
     mask_token_id: int = GIVEN
     target_layer_ids: list[int] = GIVEN
     num_target_layers: int | None = None
     target_name: str | None = None
+    target_revision: str | None = None
+    tokenizer_fingerprint: str | None = None
+    chat_mode: str | None = None
     input_embedding: str = "raw"
     output_head: str = "target"
     draft_vocab_size: int | None = None
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
     use_relay: bool = True
     relay_intermediate_size: int = GIVEN
     relay_hidden_act: str = "silu"
@@ -117,6 +146,11 @@ class DFlowDrafterConfig(PreTrainedConfig):
         """The largest distance that a query of a sliding layer sees."""
         return self.sliding_window if self.window_is_inclusive else self.sliding_window - 1
 
+    @property
+    def drafts_per_block(self) -> int:
+        """How many tokens a full block drafts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
     def check(self) -> None:
         """Raise [`DrafterConfigError`] for the first thing that makes a drafter of this configuration impossible."""
         if self.format_version > FORMAT_VERSION:
@@ -124,26 +158,54 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 f"format_version {self.format_version} is newer than this hf_dflow understands "
                 f"(up to {FORMAT_VERSION}); upgrade hf_dflow"
             )
-        required = (
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings "
-            "rope_parameters layer_types block_size mask_token_id target_layer_ids"
-        )
-        for key in required.split():
+        sizes = [
+            "hidden_size",
+            "target_hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "block_size",
+            "relay_intermediate_size",
+        ]
+        for key in (*sizes, "rope_parameters", "layer_types", "mask_token_id", "target_layer_ids"):
             if getattr(self, key) is None:
                 self._refuse(f"'{key}' is missing and has no safe default; add it")
-        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "block_size", "mask_token_id"):
-            if not isinstance(getattr(self, key), int) or isinstance(getattr(self, key), bool):
-                self._refuse(f"'{key}' is {getattr(self, key)!r}; give a whole number")
-        if self.rope_parameters.get("rope_theta") is None:
-            self._refuse("'rope_parameters' lacks 'rope_theta' (the rotary base), which has no safe default; add it")
+        for key in (*sizes, "mask_token_id", *(() if self.vocab_size is None else ("vocab_size",))):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool):
+                self._refuse(f"'{key}' is {value!r}; give a whole number")
+            if value < 1 and key != "mask_token_id":
+                self._refuse(f"'{key}' is {value}; give 1 or more")
+        self._check_rope()
+        if self.hidden_act not in ACT2FN or self.relay_hidden_act not in ACT2FN:
+            self._refuse(
+                f"'hidden_act' is '{self.hidden_act}' and 'relay_hidden_act' '{self.relay_hidden_act}'; allowed are "
+                f"the names that transformers knows: {', '.join(sorted(ACT2FN))}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            self._refuse(
+                f"'num_attention_heads' {self.num_attention_heads} is no multiple of 'num_key_value_heads' "
+                f"{self.num_key_value_heads}; correct one of them"
+            )
         if self.block_size < 2:
             self._refuse(
                 f"'block_size' is {self.block_size}; a block is an anchor and at least one draft: use 2 or more"
             )
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.block_size > min(LONGEST_BLOCK, self.max_position_embeddings):
             self._refuse(
-                f"'mask_token_id' {self.mask_token_id} has no row in a vocabulary of {self.vocab_size}; "
-                f"use an id in [0, {self.vocab_size - 1}]"
+                f"'block_size' is {self.block_size}; use at most {min(LONGEST_BLOCK, self.max_position_embeddings)} "
+                f"('max_position_embeddings', and never more than {LONGEST_BLOCK})"
+            )
+        rows = LARGEST_VOCABULARY if self.vocab_size is None else self.vocab_size
+        if rows > LARGEST_VOCABULARY:
+            self._refuse(f"'vocab_size' is {rows}; no tokenizer has more than {LARGEST_VOCABULARY} tokens")
+        if not 0 <= self.mask_token_id < rows:
+            self._refuse(
+                f"'mask_token_id' {self.mask_token_id} has no row in a vocabulary of {rows}; "
+                f"use an id in [0, {rows - 1}]"
             )
         eos_ids = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
         for name, special_ids in (("eos_token_id", eos_ids), ("pad_token_id", [self.pad_token_id])):
@@ -164,6 +226,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
         self._check_choice("input_embedding", INPUT_EMBEDDINGS)
         self._check_choice("output_head", OUTPUT_HEADS)
         self._check_draft_vocabulary()
+        self._check_dflash2()
         shares_width = self.input_embedding != "own" or self.output_head != "own"
         if shares_width and self.target_hidden_size != self.hidden_size:
             self._refuse(
@@ -178,19 +241,54 @@ class DFlowDrafterConfig(PreTrainedConfig):
         if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
             self._refuse(f"'target_layer_ids' names layer {max(ids)} of a target with {self.num_target_layers} layers")
 
+    def _check_rope(self) -> None:
+        rope = self.rope_parameters
+        theta = rope.get("rope_theta")
+        if theta is None:
+            self._refuse("'rope_parameters' lacks 'rope_theta' (the rotary base), which has no safe default; add it")
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+            self._refuse(f"'rope_theta' is {theta!r}; give a positive number")
+        kinds = ("default", *ROPE_INIT_FUNCTIONS)
+        if rope.get("rope_type", "default") not in kinds:
+            self._refuse(f"'rope_type' is {rope['rope_type']!r}; allowed: {', '.join(kinds)}")
+
+    def _check_dflash2(self) -> None:
+        for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+            given = [getattr(self, one), getattr(self, other)]
+            if given != [None, None] and any(type(value) is not int or value < 1 for value in given):
+                self._refuse(
+                    f"'{one}' is {given[0]!r} and '{other}' {given[1]!r}; give two whole numbers from 1, or none"
+                )
+        if self.conv_kernel_size is not None and self.conv_group_size is not None:
+            if self.hidden_size % self.conv_group_size:
+                self._refuse(
+                    f"'conv_group_size' {self.conv_group_size} does not divide 'hidden_size' {self.hidden_size}; "
+                    "correct one of them"
+                )
+            if self.conv_kernel_size > self.block_size:
+                self._refuse(
+                    f"'conv_kernel_size' {self.conv_kernel_size} is longer than the block; use block_size at most"
+                )
+        if self.selector_rank is not None and self.draft_vocab_size is not None:
+            self._refuse("a candidate selector does not go with 'draft_vocab_size'; leave one of them out")
+
     def _check_draft_vocabulary(self) -> None:
         size = self.draft_vocab_size
+        owns = [key for key in ("input_embedding", "output_head") if getattr(self, key) == "own"]
+        owns += [key for key in ("selector_rank",) if getattr(self, key) is not None]
+        if self.vocab_size is None and owns:
+            self._refuse(f"'vocab_size' is missing, which {' and '.join(owns)} need; add it")
         if size is None:
             return
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= self.vocab_size:
-            self._refuse(
-                f"'draft_vocab_size' is {size!r} for a vocabulary of {self.vocab_size}; give a whole number in "
-                f"[1, {self.vocab_size}], or leave it out"
-            )
         if self.output_head != "own":
             self._refuse(
                 f"'draft_vocab_size' is {size} while 'output_head' is '{self.output_head}'; a reduced vocabulary needs "
                 "the drafter's own rows: set output_head to 'own', or leave draft_vocab_size out"
+            )
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= self.vocab_size:
+            self._refuse(
+                f"'draft_vocab_size' is {size!r} for a vocabulary of {self.vocab_size}; give a whole number in "
+                f"[1, {self.vocab_size}], or leave it out"
             )
 
     def _check_choice(self, key: str, allowed: tuple[str, ...]) -> None:

@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from hf_dflow.checkpoints import load_drafter
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
+from hf_dflow.dflash2 import BlockConvolution, CandidateSelector
 from hf_dflow.errors import DrafterWeightsError
 
 # (layer index, keys [B, KV, L, D], values [B, KV, L, D]) of the block -> the same for all that the block may attend to,
@@ -88,10 +89,20 @@ class DFlowDecoderLayer(nn.Module):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        convolves = config.conv_kernel_size is not None
+        self.attention_conv = BlockConvolution(config) if convolves else None
+        self.mlp_conv = BlockConvolution(config) if convolves else None
 
     def forward(self, hidden, rotary, extend: ExtendKeyValues, mask_for: MaskForLayer) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, extend, mask_for)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        def attend(states):
+            return self.self_attn(states, rotary, extend, mask_for)
+
+        hidden = hidden + self._convolved(self.attention_conv, attend, self.input_layernorm(hidden))
+        return hidden + self._convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
+
+    @staticmethod
+    def _convolved(convolution, sublayer, states: torch.Tensor) -> torch.Tensor:
+        return sublayer(states) if convolution is None else convolution(sublayer, states)
 
 
 class RelayOutput(nn.Linear):
@@ -146,9 +157,10 @@ class DFlowDrafter(PreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]  # it reads rope_parameters and sizes
         self.relay: Any = DFlowRelay(config) if config.use_relay else None
         owns_embedding, owns_head = config.input_embedding == "own", config.output_head == "own"
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if owns_embedding else None
-        says = config.draft_vocab_size or config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, says, bias=False) if owns_head else None
+        self.embed_tokens: Any = nn.Embedding(config.vocab_size, config.hidden_size) if owns_embedding else None
+        says: Any = config.draft_vocab_size or config.vocab_size
+        self.lm_head: Any = nn.Linear(config.hidden_size, says, bias=False) if owns_head else None
+        self.candidate_selector: Any = CandidateSelector(config) if config.selector_rank is not None else None
         # Ids of the head's rows, ascending; -1 until they are set or loaded. Saved with the weights.
         unset = None if config.draft_vocab_size is None else torch.full((config.draft_vocab_size,), -1)
         self.register_buffer("draft_token_ids", unset)
@@ -158,13 +170,17 @@ class DFlowDrafter(PreTrainedModel):
         if isinstance(module, RelayOutput):
             init.zeros_(module.weight)
             init.zeros_(module.bias)
+        elif isinstance(module, BlockConvolution):
+            init.zeros_(module.base_kernel)
+            init.ones_(module.base_kernel[:, 0])
+            init.zeros_(module.kernel_projection.weight)
         else:
             super()._init_weights(module)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        """As in transformers, for this package's and z-lab's format; see [`~hf_dflow.checkpoints.load_drafter`]."""
-        return load_drafter(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+        """As in transformers, for every format that [`~hf_dflow.checkpoints.load_drafter`] knows."""
+        return load_drafter(cls, super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     def get_input_embeddings(self):
         return self.embed_tokens
@@ -265,6 +281,11 @@ class DFlowDrafter(PreTrainedModel):
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
         return hidden.to(device=weight.device, dtype=dtype)
 
+    @property
+    def first_drafting_row(self) -> int:
+        """The first row of a block that predicts a draft: the anchor's, or the first masked slot's."""
+        return 0 if self.config.sample_from_anchor else 1
+
     def attention_mask(self, layer_idx: int, query_length: int, key_length: int, device=None) -> torch.Tensor | None:
         """Which of the last `key_length` positions each of the last `query_length` may look at.
 
@@ -275,17 +296,23 @@ class DFlowDrafter(PreTrainedModel):
         causal = config.sliding_is_causal if sliding else config.full_is_causal
         if not causal and (not sliding or key_length - 1 <= config.window_reach):
             return None
-        queries = torch.arange(key_length - query_length, key_length, device=device)[:, None]
-        return self.visible(layer_idx, queries - torch.arange(key_length, device=device))[None, None]
+        offsets = torch.arange(query_length, device=device)[:, None]
+        queries = key_length - query_length + offsets
+        return self.visible(layer_idx, queries - torch.arange(key_length, device=device), offsets)[None, None]
 
-    def visible(self, layer_idx: int, distance: torch.Tensor) -> torch.Tensor:
-        """Whether a query may look at a key `distance` positions before it; negative is behind it. Any shape."""
+    def visible(self, layer_idx: int, distance: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Whether a query may look at a key `distance` positions before it; negative is behind it. Any shape.
+
+        `offsets` is the query's row within its block, in a shape that broadcasts with `distance`.
+        """
         config = self.config
         sliding = config.layer_types[layer_idx] == "sliding_attention"
         visible = torch.ones_like(distance, dtype=torch.bool)
         if config.sliding_is_causal if sliding else config.full_is_causal:
             visible &= distance >= 0
-        if sliding:
+        if sliding and config.window_from_anchor:
+            visible &= distance <= config.window_reach + offsets
+        elif sliding:
             visible &= distance.abs() <= config.window_reach
         return visible
 

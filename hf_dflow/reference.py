@@ -55,13 +55,13 @@ def reference_generate(
         use_relay (`bool`): Whether rejected rows condition the next draft.
         rule (`str`): "greedy", "token" or "block".
         temperature (`float`): Divides both logits; ignored when greedy.
-        num_draft_tokens (`int`, *optional*, defaults to `block_size - 1`): Drafts verified a step, at most.
+        num_draft_tokens (`int`, *optional*, defaults to all of a block): Drafts verified a step, at most.
         uniforms (`Iterator[float]`, *optional*): Numbers in [0, 1), needed unless greedy. A step with N drafts takes N
             for the drafts, N for the acceptance tests and one for the bonus; the first token takes one.
     """
     tokens = list(prompt_ids)
     result = ReferenceResult(tokens)
-    longest = num_draft_tokens or drafter.config.block_size - 1
+    longest = num_draft_tokens or drafter.config.drafts_per_block
     end = len(tokens) + max_new_tokens
     eos = set(eos_token_ids)
     relay: _Relay | None = None
@@ -76,9 +76,13 @@ def reference_generate(
         draft_laws: list[torch.Tensor] = []
         num_drafts = 0 if is_first else min(longest, end - len(tokens) - 1)
         if num_drafts:
-            draft_logits = draft_block(target, drafter, tokens, relay if use_relay else None)
-            draft_laws = [law(_without_mask_token(row, drafter)) for row in draft_logits[:num_drafts]]
-            drafts = [_draw(row, rule, uniforms) for row in draft_laws]
+            states = draft_block(target, drafter, tokens, relay if use_relay else None)
+            for state in states[:num_drafts]:
+                row = _without_mask_token(drafter.compute_logits(state, target.get_output_embeddings()), drafter)
+                if drafter.candidate_selector is not None:
+                    row = _selected(drafter.candidate_selector, state, row, [*tokens, *drafts][-1])
+                draft_laws.append(law(row))
+                drafts.append(_draw(draft_laws[-1], rule, uniforms))
         logits, features = _target_rows(target, drafter, tokens + drafts)
         target_laws = [law(row) for row in logits[len(tokens) - 1 :]]
 
@@ -104,7 +108,7 @@ def reference_generate(
 
 
 def draft_block(target: Any, drafter: DFlowDrafter, tokens: list[int], relay: _Relay | None) -> torch.Tensor:
-    """Draft logits `[L - 1, vocab]` behind `tokens`, the last of which is the anchor."""
+    """Final states `[N, H]` of the rows that draft, behind `tokens`, the last of which is the anchor."""
     config, embedding = drafter.config, target.get_input_embeddings()
     _, features = _target_rows(target, drafter, tokens[:-1])
     context = drafter.project_context(features[None])[0]
@@ -113,12 +117,17 @@ def draft_block(target: Any, drafter: DFlowDrafter, tokens: list[int], relay: _R
     if relay is not None:
         pair = drafter.embed(torch.tensor([[relay.bonus_id], [relay.rejected_id]]), embedding)
         for slot, row in relay.slot_features.items():
-            block[slot] += drafter.relay(drafter.project_context(row[None, None]), *pair)[0, 0]
+            # A slot is numbered by the draft it makes: where the anchor's row drafts too, one row further up.
+            block[slot - 1 + drafter.first_drafting_row] += drafter.relay(
+                drafter.project_context(row[None, None]), *pair
+            )[0, 0]
 
     num_context, length = len(context), len(tokens) - 1 + config.block_size
     hidden = block
     for layer_idx, layer in enumerate(drafter.layers):
         normed = layer.input_layernorm(hidden)
+        attention_in, attention_out = _kernels(layer.attention_conv, normed)
+        normed = _convolved(normed, attention_in)
         states = torch.cat([context, normed])
         rotary = drafter.rotary_emb(states[None], torch.arange(length)[None])
         attention = layer.self_attn
@@ -127,14 +136,45 @@ def draft_block(target: Any, drafter: DFlowDrafter, tokens: list[int], relay: _R
         queries = apply_rotary(queries.transpose(0, 1)[None], tuple(table[:, num_context:] for table in rotary))[0]
         output = torch.empty(config.block_size, config.num_attention_heads, config.head_dim, dtype=hidden.dtype)
         for i in range(config.block_size):
-            seen = [k for k in range(length) if _may_look(config, layer_idx, num_context + i, k)]
+            seen = [k for k in range(length) if _may_look(config, layer_idx, num_context, i, k)]
             for head in range(config.num_attention_heads):
                 group = head * config.num_key_value_heads // config.num_attention_heads
                 scores = keys[group, seen] @ queries[head, i] * config.head_dim**-0.5
                 output[i, head] = scores.softmax(-1) @ values[group, seen]
-        hidden = hidden + attention.o_proj(output.flatten(1))
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return drafter.compute_logits(drafter.norm(hidden)[1:], target.get_output_embeddings())
+        hidden = hidden + _convolved(attention.o_proj(output.flatten(1)), attention_out)
+        normed = layer.post_attention_layernorm(hidden)
+        mlp_in, mlp_out = _kernels(layer.mlp_conv, normed)
+        hidden = hidden + _convolved(layer.mlp(_convolved(normed, mlp_in)), mlp_out)
+    return drafter.norm(hidden)[drafter.first_drafting_row :]
+
+
+def _kernels(convolution, states: torch.Tensor):
+    """Both kernels `[L, K, H]` of a DFlash 2 convolution for a sublayer's input `[L, H]`, or none."""
+    if convolution is None:
+        return None, None
+    dynamic = convolution.kernel_projection(states).view(len(states), 2, convolution.base_kernel.shape[1], -1)
+    whole = torch.stack([dynamic[..., c // convolution.group_size] for c in range(states.shape[-1])], dim=-1)
+    whole = whole + convolution.base_kernel
+    return whole[:, 0], whole[:, 1]
+
+
+def _convolved(states: torch.Tensor, kernel: torch.Tensor | None) -> torch.Tensor:
+    if kernel is None:
+        return states
+    output = torch.zeros_like(states)
+    for position in range(len(states)):
+        for tap in range(min(kernel.shape[1], position + 1)):
+            output[position] += kernel[position, tap] * states[position - tap]
+    return output
+
+
+def _selected(selector, state: torch.Tensor, logits: torch.Tensor, previous: int) -> torch.Tensor:
+    """Logits `[vocab]` of a slot's candidates behind the token `previous`; -inf for all others."""
+    selected = torch.full_like(logits, -torch.inf)
+    query = selector.hidden_projection(state) * selector.predecessor_codebook.weight[previous]
+    for token in logits.topk(min(selector.top_k, len(logits))).indices.tolist():
+        selected[token] = logits[token] + query @ selector.successor_codebook.weight[token]
+    return selected
 
 
 def decide(
@@ -187,10 +227,14 @@ def _target_rows(target: Any, drafter: DFlowDrafter, tokens: list[int]) -> tuple
     return output.logits[0], capture_features(output.hidden_states, drafter.config.target_layer_ids)[0]
 
 
-def _may_look(config, layer_idx: int, query: int, key: int) -> bool:
+def _may_look(config, layer_idx: int, anchor: int, row: int, key: int) -> bool:
+    """Whether row `row` of the block whose anchor sits at position `anchor` sees position `key`."""
+    query = anchor + row
     is_sliding = config.layer_types[layer_idx] == "sliding_attention"
     if (config.sliding_is_causal if is_sliding else config.full_is_causal) and key > query:
         return False
+    if is_sliding and config.window_from_anchor:
+        return anchor - key <= config.window_reach
     return not is_sliding or abs(query - key) <= config.window_reach
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dflow import DFlowDrafter, DFlowDrafterConfig
@@ -32,6 +33,7 @@ MIXED_SLIDING = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 PURE_SLIDING = {**MIXED_SLIDING, "layer_types": ["sliding_attention"] * 3}
+DFLASH2 = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 16}
 SCALES = {"input_embedding_scale": 3.0, "output_multiplier": 0.4, "final_logit_softcapping": 2.5}
 VARIANTS = {
@@ -69,7 +71,7 @@ BROKEN_CONFIGS = {
     "layer id": ({"num_target_layers": 2}, "target_layer_ids"),
     "is_causal as text": ({"is_causal": "no"}, "is_causal"),
     "other server's causal": ({"dflash_config": {"causal": False}}, "causal"),
-    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size"),
     "DFlash2 keys": ({"dflash_config": {"conv_kernel_size": 2, "selector_rank": 8}}, "conv_kernel_size"),
     "other projector": ({"dflash_config": {"projector_type": "domino"}}, "projector_type"),
     "unknown top-level key": ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
@@ -95,8 +97,16 @@ def tiny_target(vocab_size: int = VOCAB_SIZE, seed: int = 0, **config) -> Qwen3F
     return target
 
 
-def make_dflash_folder(path, *, nested: bool = True, draft_config: dict | None = None, seed: int = 1, **config):
-    """Write a random checkpoint of the z-lab layout to `path` and return the `DFlashDraftModel` behind it.
+def make_dflash_folder(
+    path,
+    *,
+    nested: bool = True,
+    draft_config: dict | None = None,
+    seed: int = 1,
+    draft_class: str = "DFlashDraftModel",
+    **config,
+):
+    """Write a random checkpoint of the z-lab layout to `path` and return the `draft_class` model behind it.
 
     Args:
         path (`Path`): Folder to write config.json and model.safetensors to.
@@ -108,7 +118,7 @@ def make_dflash_folder(path, *, nested: bool = True, draft_config: dict | None =
     draft_keys = {**DRAFT_CONFIG, **(draft_config or {})}
     layout = {"dflash_config": draft_keys} if nested else draft_keys
     fields = {**SIZES, "num_hidden_layers": 3, "num_target_layers": NUM_TARGET_LAYERS, **layout, **config}
-    model = dflash.DFlashDraftModel(Qwen3Config(**fields)).eval()
+    model = getattr(dflash, draft_class)(Qwen3Config(**fields)).eval()
     randomize(model, seed)
     model.save_pretrained(path)
     return model
@@ -118,6 +128,16 @@ def make_own_folder(path) -> None:
     """Write a random one-layer drafter with a relay in this package's own format to `path`."""
     sizes = {**SIZES, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
     DFlowDrafter(DFlowDrafterConfig(**sizes, **DRAFT_CONFIG)).save_pretrained(path)
+
+
+def make_dflash2_folder(path, *, draft_config: dict | None = None, **config):
+    """The same with a `DFlash2DraftModel`, its codebooks named as published files name them."""
+    draft_config = {**DFLASH2, **(draft_config or {})}
+    model = make_dflash_folder(path, draft_class="DFlash2DraftModel", draft_config=draft_config, **config)
+    file = Path(path) / "model.safetensors"
+    weights = {name.replace("codebook.weight", "codebook"): value for name, value in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return model
 
 
 def edit_config(path, **changes) -> None:

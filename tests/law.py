@@ -164,11 +164,13 @@ class Loop:
 
     def _draw(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         step, path = self.steps[-1], self.script[len(self.steps) - 1].path
-        step.draft_law = law = logits[0].double().softmax(-1).numpy()
+        drawn, law = len(step.draft_law), logits[0].double().softmax(-1).numpy()  # of all drafts, or of the next
+        step.draft_law = np.concatenate([step.draft_law, law])
+        path = path[drawn : drawn + len(law)]
         if any(law[i][token] < NEVER for i, token in enumerate(path)):
             raise OffSupport
         for i, token in enumerate(path):
-            step.numbers[0, i] = _inside(law[i], token)
+            step.numbers[0, drawn + i] = _inside(law[i], token)
         token_ids = draw_tokens(logits, uniforms)
         assert token_ids[0].tolist() == list(path), "the loop drafted another path"
         return token_ids

@@ -23,17 +23,22 @@ def memorize(drafter, target, text: torch.Tensor, *, prompt_length: int, steps: 
     block[:, 0] = text[0, anchors]
     is_wrong = torch.rand(length, generator=torch.Generator().manual_seed(0)) < WRONG_SHARE
     learned = torch.where(is_wrong, (text[0] + 1) % config.mask_token_id, text[0])
-    labels = learned[positions[:, 1:]]
+    first = drafter.first_drafting_row
+    labels = learned[positions[:, first:] + 1 - first]
+    if drafter.draft_token_ids is not None:  # what it cannot say, it cannot learn
+        labels = labels.where(torch.isin(labels, drafter.draft_token_ids), -100)
     keys = torch.cat([torch.arange(length).expand(len(anchors), -1), positions], dim=1)  # [A, T + L]
     is_block = torch.arange(keys.shape[1]) >= length
     distance = positions[:, :, None] - keys[:, None]
     visible = is_block | (keys[:, None] < anchors[:, None, None])
-    embeds = drafter.embed(block, target.get_input_embeddings())
+    embeds = drafter.embed(block, target.get_input_embeddings()).detach()
 
     def mask_for(layer_idx, _):
         mask = visible
         sliding = config.layer_types[layer_idx] == "sliding_attention"
-        if sliding:
+        if sliding and config.window_from_anchor:
+            mask = mask & (is_block | (anchors[:, None, None] - keys[:, None] <= config.window_reach))
+        elif sliding:
             mask = mask & (distance.abs() <= config.window_reach)
         if config.sliding_is_causal if sliding else config.full_is_causal:
             mask = mask & (distance >= 0)
@@ -50,7 +55,7 @@ def memorize(drafter, target, text: torch.Tensor, *, prompt_length: int, steps: 
             return torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
 
         hidden = drafter.draft_hidden(embeds, positions, extend, mask_for)
-        logits = drafter.compute_logits(hidden[:, 1:], target.get_output_embeddings())
+        logits = drafter.compute_logits(hidden[:, first:], target.get_output_embeddings())
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()

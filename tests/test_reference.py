@@ -11,9 +11,9 @@ from hf_dflow.reference import reference_generate
 VOCAB, NEW_TOKENS = 8, 60  # few tokens: a random drafter is right often enough to accept and to be rejected
 
 
-def restless_pair():
+def restless_pair(seed: int = 8, **overrides):
     """A target of few tokens and a random drafter with a live relay: right often enough, wrong often enough."""
-    torch.manual_seed(8)  # one of the pairs whose greedy run accepts two and more, with relay and without
+    torch.manual_seed(seed)  # 8 is one of the pairs whose greedy run accepts two and more, with relay and without
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -29,22 +29,23 @@ def restless_pair():
         attn_implementation="eager",
     )
     target = LlamaForCausalLM(config).double().eval()
-    drafter_config = DFlowDrafterConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        layer_types=["full_attention", "sliding_attention"],
-        sliding_window=7,
-        block_size=5,
-        mask_token_id=7,
-        target_layer_ids=[0, 2],
-        initializer_range=0.5,
-    )
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 7,
+        "block_size": 5,
+        "mask_token_id": 7,
+        "target_layer_ids": [0, 2],
+        "initializer_range": 0.5,
+    }
+    drafter_config = DFlowDrafterConfig(**{**fields, **overrides})
     drafter = DFlowDrafter(drafter_config).double().eval()
     torch.nn.init.normal_(drafter.relay.down_proj.weight, std=0.3)
     return target, drafter

@@ -1,26 +1,36 @@
-"""Loading a drafter from a folder or repository: which format it is in, and nothing left to chance in its weights."""
+"""Loading a drafter from a folder or repository: which format it is in, and nothing left to chance in its weights.
 
-import json
-from collections.abc import Callable
+Formats are told apart by their config.json, never by a name. Each has a module with four functions: whether a
+configuration is of it (`matches`), that configuration as ours (`convert_config`), our name of a stored tensor
+(`rename`; `None` for one that only its own training needs), and our weights (`convert_weights`).
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from huggingface_hub.errors import GatedRepoError
-from safetensors import SafetensorError
+import torch
 from transformers import PreTrainedConfig
-from transformers.utils import cached_file
-from transformers.utils.hub import extract_commit_hash
 
-from hf_dflow.checkpoints import dflash
+from hf_dflow.checkpoints import dflash, dflash2, native, own, speculators
+from hf_dflow.checkpoints.files import HUB_OPTIONS, StoredTensor, read_config, read_tensors, stored_tensors
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
 
-HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder")
-SUPPORTED = f"'model_type': '{DFlowDrafterConfig.model_type}' (this package) and {dflash.DESCRIPTION}"
+FORMATS: dict[str, Any] = {
+    "dflow": own,
+    "dflash": dflash,
+    "dflash2": dflash2,
+    "speculators": speculators,
+    "transformers": native,
+}
+SUPPORTED = "; ".join(module.DESCRIPTION for module in FORMATS.values())
+IGNORED = ("trust_remote_code", "use_auth_token", "adapter_kwargs", "_commit_hash", "_from_auto")
 
 
 def load_drafter(
+    drafter_class: type,
     load: Callable[..., Any],
-    path: str | None,
+    path: Any,
     *model_args,
     config: PreTrainedConfig | str | None = None,
     use_safetensors: bool | None = None,
@@ -28,11 +38,16 @@ def load_drafter(
     output_loading_info: bool = False,
     **kwargs,
 ):
-    """What [`DFlowDrafter.from_pretrained`] does: detect the format, convert its configuration, load strictly.
+    """What [`DFlowDrafter.from_pretrained`] does: detect the format, convert it, load strictly.
+
+    Every look-up of a file gets the same `revision` (a branch is followed once, for config.json), `token`, `cache_dir`,
+    `local_files_only`, `subfolder`, `proxies` and `force_download`. Only config.json and safetensors files are read.
+    Names and sizes are compared with the configuration before anything of that size is allocated.
 
     Args:
-        load (`Callable`): transformers' own `from_pretrained`, bound to the drafter class.
-        path (`str`, *optional*): Folder or repository; `None` together with `state_dict`.
+        drafter_class (`type`): [`DFlowDrafter`] or a subclass.
+        load (`Callable`): transformers' own `from_pretrained`, bound to that class.
+        path (`str` or `Path`, *optional*): Folder or repository; `None` together with `state_dict`.
         config (`DFlowDrafterConfig` or `str`, *optional*):
             Used as it is; a string names where to read it. Without one, the configuration found at `path` decides.
         use_safetensors (`bool`, *optional*): `False` is refused: a pickle can run any code.
@@ -50,72 +65,144 @@ def load_drafter(
     """
     if use_safetensors is False:
         raise DrafterWeightsError(f"{path}: use_safetensors=False was given, but only safetensors are read; drop it.")
-    converted = False
-    if isinstance(config, PreTrainedConfig):
-        if not isinstance(config, DFlowDrafterConfig):
-            raise DrafterConfigError(
-                f"{path}: config is a {type(config).__name__}; pass a DFlowDrafterConfig, or none to convert the "
-                "configuration found there."
-            )
-    elif path is not None:
-        source = path if config is None else config
-        raw, commit = _read_config(source, {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs})
-        if commit is not None and config is None:
-            kwargs["revision"] = commit  # a branch may move between two look-ups
-        if dflash.matches(raw):
-            overrides = {key: kwargs.pop(key) for key in DFlowDrafterConfig.__annotations__ if key in kwargs}
-            config, converted = dflash.convert_config(raw, str(source), **overrides), True
-        elif raw.get("model_type") != DFlowDrafterConfig.model_type:
-            raise DrafterConfigError(
-                f"{source}/config.json: 'architectures' {raw.get('architectures')} with 'model_type' "
-                f"'{raw.get('model_type')}' is not a drafter this hf_dflow can load. Supported: {SUPPORTED}."
-            )
-    if kwargs.get("revision") is not None:  # the oldest supported transformers would look for adapters in another one
-        kwargs["adapter_kwargs"] = {"revision": kwargs["revision"], **(kwargs.get("adapter_kwargs") or {})}
-    try:
-        model, report = load(
-            path,
-            *model_args,
-            config=config,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # so that they are reported together with the other keys
-            output_loading_info=True,
-            **kwargs,
+    for key in IGNORED:
+        kwargs.pop(key, None)
+    if config is not None and not isinstance(config, (str, DFlowDrafterConfig)):
+        raise DrafterConfigError(
+            f"{path}: config is a {type(config).__name__}; pass a DFlowDrafterConfig, or none to convert the "
+            "configuration found there."
         )
-    except (OSError, SafetensorError) as error:
+    if path is None:
+        return _load(load, None, model_args, config, output_loading_info, False, kwargs)
+    path = str(path)
+    hub_options = {key: kwargs.pop(key) for key in HUB_OPTIONS if key in kwargs}
+    variant = kwargs.pop("variant", None)
+    commit, form = None, own
+    raw: dict[str, Any] | None = None
+    if not isinstance(config, DFlowDrafterConfig):
+        source = path if config is None else config
+        raw, commit = read_config(source, hub_options)
+        form = format_of(raw, source)
+        if commit is not None and config is None:
+            hub_options["revision"] = commit  # a branch may move between two look-ups
+    stored = stored_tensors(path, hub_options, variant)
+    if raw is None:
+        assert isinstance(config, DFlowDrafterConfig)
+        _refuse_foreign_kernel(config, kwargs, path)
+        converted = config
+    else:
+        fields = {key: kwargs.pop(key) for key in DFlowDrafterConfig.__annotations__ if key in kwargs}
+        converted = form.convert_config(raw, path if config is None else str(config), stored, **fields)
+    names = {name: form.rename(name) for name in stored}
+    renamed = {str(names[name]): one for name, one in stored.items() if names[name] is not None}
+    is_foreign = form is not own
+    check_sizes(drafter_class, converted, renamed, path, relay_may_be_missing=is_foreign)
+    kwargs["state_dict"] = form.convert_weights(read_tensors(stored), converted, path)
+    return _load(load, path, model_args, converted, output_loading_info, is_foreign, kwargs, commit)
+
+
+def format_of(raw: Mapping[str, Any], where: str) -> Any:
+    """The module of the format that the content of a config.json claims.
+
+    Raises:
+        [`DrafterConfigError`]: None of those supported.
+    """
+    if raw.get("quantization_config") is not None:
+        raise DrafterConfigError(
+            f"{where}/config.json: 'quantization_config' says that the weights are quantised; dequantise them first, "
+            "or load the original drafter."
+        )
+    for module in FORMATS.values():
+        if module.matches(raw):
+            return module
+    kind = raw.get("speculators_model_type") or raw.get("model_type")
+    raise DrafterConfigError(
+        f"{where}/config.json: 'architectures' {raw.get('architectures')} with 'model_type' '{kind}' is not a drafter "
+        f"this hf_dflow can load. Supported: {SUPPORTED}."
+    )
+
+
+def check_sizes(
+    drafter_class: type,
+    config: DFlowDrafterConfig,
+    stored: Mapping[str, StoredTensor],
+    path: str,
+    *,
+    relay_may_be_missing: bool = False,
+) -> None:
+    """Compare names, shapes and dtypes in the files with what `config` needs, without allocating either.
+
+    Raises:
+        [`DrafterConfigError`]: `config` is impossible.
+        [`DrafterWeightsError`]: Listing what is missing, unexpected or of the wrong shape.
+    """
+    config.check()
+    layers = {name.split(".")[1] for name in stored if name.startswith("layers.")}
+    if config.num_hidden_layers > len(layers):  # also bounds what is built below
         raise DrafterWeightsError(
-            f"{path}: cannot read the weights ({error}). Only intact safetensors files are loaded, never pickles; "
-            "download again, or convert pytorch_model.bin in a place where running its code is acceptable."
-        ) from error
-    _check_weights(str(path), report, relay_may_be_missing=converted)
+            f"{path}: the weights do not fit the configuration. missing: layers.* of {config.num_hidden_layers} "
+            f"draft layers ('num_hidden_layers'), the files hold {len(layers)}."
+        )
+    try:
+        with torch.device("meta"):
+            needed = drafter_class(config).state_dict()
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise DrafterConfigError(f"{path}/config.json: sizes that no model can have ({error}).") from error
+    is_float = {name: one.dtype.is_floating_point for name, one in stored.items()}
+    report = {
+        "missing_keys": [name for name in needed if name not in stored],
+        "unexpected_keys": [name for name in stored if name not in needed],
+        "mismatched_keys": [
+            (name, stored[name].shape, weight.shape)
+            for name, weight in needed.items()
+            if name in stored and stored[name].shape != tuple(weight.shape)
+        ],
+        "dtypes": [
+            f"{name} is {stored[name].dtype}, needs {'a floating type' if weight.is_floating_point() else 'int64'}"
+            for name, weight in needed.items()
+            if name in stored and is_float[name] != weight.is_floating_point()
+        ],
+    }
+    _check_report(path, report, relay_may_be_missing)
+
+
+def _load(
+    load: Callable[..., Any],
+    path: str | None,
+    model_args: tuple,
+    config: Any,
+    output_loading_info: bool,
+    relay_may_be_missing: bool,
+    kwargs: dict[str, Any],
+    commit: str | None = None,
+):
+    model, report = load(
+        None,
+        *model_args,
+        config=config,
+        ignore_mismatched_sizes=True,  # so that they are reported together with the other keys
+        output_loading_info=True,
+        **kwargs,
+    )
+    _check_report(str(path), report, relay_may_be_missing)
     model.check_draft_vocabulary()
+    if path is not None:
+        model.config._name_or_path = model.name_or_path = path
+        model.config._commit_hash = commit
     return (model, report) if output_loading_info else model
 
 
-def _read_config(source: str, hub_options: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The raw content of `source`'s config.json, and the commit it came from (`None` for a folder)."""
-    try:
-        file = cached_file(source, "config.json", **hub_options)
-    except OSError as error:
-        if isinstance(error.__cause__, GatedRepoError):
-            raise OSError(
-                f"{source} is a gated repository: ask for access on its page, then pass token=… or log in with "
-                "`hf auth login`."
-            ) from error
-        raise
-    if file is None:
-        raise DrafterConfigError(f"{source}: no config.json.")
-    try:
-        with open(file, encoding="utf-8") as stream:
-            raw = json.load(stream)
-    except ValueError as error:
-        raise DrafterConfigError(f"{source}/config.json: not a JSON file ({error}).") from error
-    if not isinstance(raw, dict):
-        raise DrafterConfigError(f"{source}/config.json: not a JSON object.")
-    return raw, extract_commit_hash(file, None)
+def _refuse_foreign_kernel(config: DFlowDrafterConfig, kwargs: Mapping[str, Any], path: str) -> None:
+    """An attention "org/kernel" is code from the Hub: it must come from the caller, not out of a file."""
+    kernel = config._attn_implementation
+    if isinstance(kernel, str) and "/" in kernel and kwargs.get("attn_implementation") != kernel:
+        raise DrafterConfigError(
+            f"{path}/config.json: 'attn_implementation' is '{kernel}', code from a repository; remove the key, or pass "
+            "attn_implementation= yourself if you trust it."
+        )
 
 
-def _check_weights(path: str, report: dict[str, Any], *, relay_may_be_missing: bool) -> None:
+def _check_report(path: str, report: Mapping[str, Any], relay_may_be_missing: bool) -> None:
     """Raise [`DrafterWeightsError`] listing every weight that transformers would have filled in or dropped."""
     missing = [key for key in report["missing_keys"] if not (relay_may_be_missing and key.startswith("relay."))]
     problems = []
@@ -126,8 +213,10 @@ def _check_weights(path: str, report: dict[str, Any], *, relay_may_be_missing: b
     shapes = [f"{key} is {tuple(found)}, needs {tuple(needed)}" for key, found, needed in report["mismatched_keys"]]
     if shapes:
         problems.append(f"wrong shape: {', '.join(sorted(shapes))}")
+    if report.get("dtypes"):
+        problems.append(f"wrong dtype: {', '.join(sorted(report['dtypes']))}")
     if problems:
         raise DrafterWeightsError(f"{path}: the weights do not fit the configuration. {'; '.join(problems)}.")
 
 
-__all__ = ["load_drafter"]
+__all__ = ["FORMATS", "check_sizes", "format_of", "load_drafter"]

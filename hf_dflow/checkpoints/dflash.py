@@ -4,16 +4,18 @@ The format's own reader fills gaps with guesses (block 16, evenly spread layer i
 A drafter built on a wrong guess still runs and merely drafts badly, so a gap is an error here.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
-from huggingface_hub.errors import StrictDataclassError
+import torch
 from transformers import Qwen3Config
 
+from hf_dflow.checkpoints.own import make_config
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError
 
 ARCHITECTURE = "DFlashDraftModel"
-DESCRIPTION = f"'architectures': ['{ARCHITECTURE}'] with 'model_type': 'qwen3' (z-lab's DFlash v1; DFlash2 is not)"
+DESCRIPTION = f"'architectures': ['{ARCHITECTURE}'] with 'model_type': 'qwen3' (z-lab's DFlash v1)"
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -31,50 +33,66 @@ TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 DRAFT_REQUIRED = ("block_size", "mask_token_id", "target_layer_ids")
 DRAFT_OPTIONAL = ("num_target_layers", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 # "causal" is not z-lab's; other servers write it. It is read only to refuse a contradiction.
-NESTED_KEYS = {*DRAFT_REQUIRED, *DRAFT_OPTIONAL, "causal"}
+NOTES = ("causal",)
 TOP_LEVEL_KEYS = {
     *Qwen3Config().to_dict(),
-    *DRAFT_REQUIRED,
-    *DRAFT_OPTIONAL,
     *("dflash_config", "is_causal", "rope_theta", "rope_scaling", "rope_parameters"),
-    *("_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version", "_attn_implementation"),
+    *("_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version", "_attn_implementation", "hf_dflow"),
 }
 
 
-def matches(raw: dict[str, Any]) -> bool:
+def matches(raw: Mapping[str, Any]) -> bool:
     """Whether the content of a config.json claims this format."""
-    return ARCHITECTURE in (raw.get("architectures") or [])
+    return ARCHITECTURE in (raw.get("architectures") or []) and "speculators_model_type" not in raw
 
 
-def convert_config(raw: dict[str, Any], path: str, **overrides) -> DFlowDrafterConfig:
+def convert_config(raw: Mapping[str, Any], path: str, stored: Mapping[str, Any], **overrides) -> DFlowDrafterConfig:
     """Translate the content `raw` of the config.json at `path`.
 
     Args:
         raw (`dict`): The file's content, with the draft keys in `dflash_config` or at top level.
         path (`str`): Folder or repository, for messages.
+        stored (`dict`): What the weights file holds; not needed here.
         overrides: Fields of [`DFlowDrafterConfig`] that win over the file. `use_relay` is `False` unless given: a
             relay that starts at zero adds nothing to a converted drafter until it is trained.
 
     Raises:
         [`DrafterConfigError`]: A key is missing, contradictory, impossible or unknown; the message names it.
     """
-    return _Reader(raw, f"{path}/config.json", overrides).convert(path)
+    return ConfigReader(raw, path, overrides).convert()
 
 
-class _Reader:
-    def __init__(self, raw: dict[str, Any], where: str, overrides: dict[str, Any]):
-        self.raw, self.where, self.overrides = raw, where, overrides
+def rename(name: str) -> str | None:
+    """Our name of a stored tensor."""
+    return name
+
+
+def convert_weights(tensors: dict[str, torch.Tensor], config: DFlowDrafterConfig, path: str) -> dict[str, torch.Tensor]:
+    """Our weights of the stored ones."""
+    return tensors
+
+
+class ConfigReader:
+    """One config.json of z-lab's; a later format of theirs adds draft keys and changes nothing else."""
+
+    description = DESCRIPTION
+    own_required: tuple[str, ...] = ()  # draft keys beyond v1's
+
+    def __init__(self, raw: Mapping[str, Any], path: str, overrides: Mapping[str, Any]):
+        self.raw, self.path, self.overrides = raw, path, overrides
+        self.where = f"{path}/config.json"
+        self.required_keys = DRAFT_REQUIRED + self.own_required
         self.nested = raw.get("dflash_config") or {}
         if not isinstance(self.nested, dict):
             self.refuse(f"'dflash_config' is {self.nested!r}, not an object")
 
-    def refuse(self, what: str):
+    def refuse(self, what: str) -> NoReturn:
         raise DrafterConfigError(f"{self.where}: {what}.")
 
-    def convert(self, path: str) -> DFlowDrafterConfig:
+    def convert(self) -> DFlowDrafterConfig:
         self.check_format()
         fields = {key: self.required(key) for key in SIZES}
-        fields |= {key: self.required(key) for key in DRAFT_REQUIRED}
+        fields |= {key: self.required(key) for key in self.required_keys}
         fields |= {key: self.raw[key] for key in OPTIONAL + TOKEN_IDS if self.raw.get(key) is not None}
         fields |= {
             "num_target_layers": self.draft_value("num_target_layers"),
@@ -91,26 +109,21 @@ class _Reader:
         fields["final_logit_softcapping"] = cap if cap > 0 else None  # the format ignores a cap of 0 or less
         self.check_types(fields)
         fields |= self.attention(fields["num_hidden_layers"])
-        try:
-            config = DFlowDrafterConfig(**{"name_or_path": path, **fields, **self.overrides})
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            raise DrafterConfigError(f"{self.where}: {error}") from error
-        config.check()
-        return config
+        return make_config(self.path, fields, self.overrides)
 
     def check_format(self) -> None:
         model_type = self.raw.get("model_type")
         if model_type not in (None, "qwen3"):
-            self.refuse(f"'model_type' is '{model_type}'. Supported: {DESCRIPTION}")
-        unknown = {
-            f"dflash_config.{key}" for key in self.nested if key not in NESTED_KEYS and self.nested[key] is not None
-        }
-        unknown |= {key for key in self.raw if key not in TOP_LEVEL_KEYS and self.raw[key] is not None}
+            self.refuse(f"'model_type' is '{model_type}'. Supported: {self.description}")
+        draft_keys = (*self.required_keys, *DRAFT_OPTIONAL)
+        nested, flat = {*draft_keys, *NOTES}, {*TOP_LEVEL_KEYS, *draft_keys}
+        unknown = {f"dflash_config.{key}" for key in self.nested if key not in nested and self.nested[key] is not None}
+        unknown |= {key for key in self.raw if key not in flat and self.raw[key] is not None}
         if unknown:
             self.refuse(
                 f"unknown key(s) {', '.join(sorted(unknown))}, which may change what the drafter computes. Supported: "
-                f"{DESCRIPTION} with the draft keys {', '.join(DRAFT_REQUIRED + DRAFT_OPTIONAL)}. If a key is only a "
-                "note, remove it from the file"
+                f"{self.description} with the draft keys {', '.join(draft_keys)}. If a key is only a note, remove it "
+                "from the file"
             )
 
     def draft_value(self, key: str) -> Any:
@@ -123,13 +136,14 @@ class _Reader:
     def required(self, key: str) -> Any:
         value = self.overrides.get(key)
         if value is None:
-            value = self.draft_value(key) if key in DRAFT_REQUIRED else self.raw.get(key)
+            value = self.draft_value(key) if key in self.required_keys else self.raw.get(key)
         if value is None:
             self.refuse(f"'{key}' is missing and has no safe default; add it, or pass {key}= to from_pretrained")
         return value
 
     def check_types(self, fields: dict[str, Any]) -> None:
-        integers = {key: fields[key] for key in (*SIZES, "block_size", "mask_token_id", "num_target_layers")}
+        others = ("block_size", "mask_token_id", "num_target_layers", *self.own_required)
+        integers = {key: fields[key] for key in (*SIZES, *others)}
         for key, value in {**integers, "sliding_window": self.raw.get("sliding_window")}.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 self.refuse(f"'{key}' is {value!r}; give an integer")
@@ -194,6 +208,3 @@ class _Reader:
             "sliding_is_causal": causal["sliding_attention"],
             "full_is_causal": causal["full_attention"],
         }
-
-
-__all__ = ["convert_config", "matches"]

@@ -48,7 +48,7 @@ class DFlowGenerationConfig(GenerationConfig):
         verification (`str`, *optional*, defaults to `"block"` when sampling):
             `"token"` or `"block"`. Greedy decoding has one rule and ignores it. A logits processor of unknown kind
             (it may keep state) and relaxed acceptance need `"token"`, which is then the default.
-        num_draft_tokens (`int`, *optional*, defaults to `block_size - 1`):
+        num_draft_tokens (`int`, *optional*, defaults to all of a block):
             How many drafts to verify each step, at most; the drafter drafts its full block anyway.
         acceptance_threshold (`float`, *optional*):
             **Lossy.** Also accept a draft whose target probability is at least this.
@@ -89,7 +89,7 @@ def resolve_options(
     options = DFlowOptions(**chosen)
     if options.use_relay is None:
         options.use_relay = drafter.relay is not None
-    longest = drafter.config.block_size - 1
+    longest = drafter.config.drafts_per_block
     if options.num_draft_tokens is None:
         options.num_draft_tokens = longest
     _check(options, drafter, longest)
@@ -107,7 +107,8 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
         )
     if type(options.num_draft_tokens) is not int or not 1 <= options.num_draft_tokens <= longest:
         raise UnsupportedGenerationError(
-            f"num_draft_tokens={options.num_draft_tokens}; this drafter's block of {longest + 1} allows 1 … {longest}."
+            f"num_draft_tokens={options.num_draft_tokens}; this drafter's block of {drafter.config.block_size} "
+            f"allows 1 … {longest}."
         )
     if options.kernel_backend is not None and options.kernel_backend not in BACKENDS:
         raise UnsupportedGenerationError(

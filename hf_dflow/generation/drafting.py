@@ -58,6 +58,7 @@ class DraftSession:
         self.use_relay = use_relay
         self.cache = DraftCache(drafter, batch_size)
         config = drafter.config
+        self.first_row = drafter.first_drafting_row
         mask_ids = torch.full((1, config.block_size - 1), config.mask_token_id, device=device)
         self._mask_embeds = drafter.embed(mask_ids, embedding)  # [1, L - 1, H]
         self._cannot_say = None  # [vocab] tokens without a row in a reduced draft vocabulary: -inf is no fault there
@@ -95,7 +96,13 @@ class DraftSession:
         """
         num_drafts = max(lengths)
         anchor_ids = torch.cat([row.ids[:, -1] for row in rows])
-        logits = self.block_logits(anchor_ids, [row.next_position for row in rows], feedback)[:, :num_drafts]
+        positions = [row.next_position for row in rows]
+        hidden = None  # final states, which only a candidate selector asks for
+        if self.drafter.candidate_selector is None:
+            logits = self.block_logits(anchor_ids, positions, feedback)[:, :num_drafts]
+        else:
+            hidden = self.block_hidden(anchor_ids, positions, feedback)[:, :num_drafts]
+            logits = self.drafter.compute_logits(hidden, self.head)
         wide = torch.promote_types(logits.dtype, torch.float32)  # verification computes as wide as the draft law is
         logits = self._to_target_vocabulary(logits.to(device=self.device, dtype=wide))
         said = logits if self._cannot_say is None else logits.masked_fill(self._cannot_say, 0.0)
@@ -109,18 +116,27 @@ class DraftSession:
             logits[..., self.drafter.config.mask_token_id] = -torch.inf
         logits = self._hide_missing_tokens(logits)
         logits = self._adjust(rows, lengths, logits, feedback)
-        token_ids, logits = self._choose(rows, lengths, logits, uniforms)
+        if hidden is None:
+            token_ids, logits = self._choose(rows, lengths, logits, uniforms)
+        else:
+            token_ids, logits = self._select(rows, lengths, hidden, logits, uniforms)
         return DraftBlock(token_ids, logits, is_finite, counts)
 
     def block_logits(
         self, anchor_ids: torch.Tensor, anchor_positions: list[int], feedback: "VerifierFeedback | None"
     ) -> torch.Tensor:
-        """Unprocessed draft logits `[B, L - 1, vocab]` of one drafter forward behind anchors `[B]`."""
+        """Unprocessed draft logits `[B, N, vocab]` of one drafter forward behind anchors `[B]`."""
+        return self.drafter.compute_logits(self.block_hidden(anchor_ids, anchor_positions, feedback), self.head)
+
+    def block_hidden(
+        self, anchor_ids: torch.Tensor, anchor_positions: list[int], feedback: "VerifierFeedback | None"
+    ) -> torch.Tensor:
+        """Final states `[B, N, H]` of the rows that draft, of one drafter forward behind anchors `[B]`."""
         drafter = self.drafter
         masks = self._mask_embeds.expand(len(anchor_positions), -1, -1)
-        if self.use_relay and feedback is not None:
-            masks = masks + self._relay_additions(feedback)
         block = torch.cat([drafter.embed(anchor_ids[:, None], self.embedding), masks], dim=1)
+        if self.use_relay and feedback is not None:
+            block = block + nn.functional.pad(self._relay_additions(feedback), (0, 0, self.first_row, 0))
         first = torch.tensor(anchor_positions, device=block.device)[:, None]
         positions = first + torch.arange(block.shape[1], device=block.device)
 
@@ -128,10 +144,14 @@ class DraftSession:
             return self.cache.mask(layer_idx, block.shape[1], block.device)
 
         hidden = drafter.draft_hidden(block, positions, self.cache.extend, mask_for)
-        return drafter.compute_logits(hidden[:, 1:], self.head)
+        return hidden[:, self.first_row :]
 
     def _relay_additions(self, feedback: "VerifierFeedback") -> torch.Tensor:
-        """`[B, L - 1, H]`, zero in slots that no rejected row feeds."""
+        """What is added to the rows that draft, `[B, N, H]`; zero in those that no rejected row feeds.
+
+        Entry i of the feedback predicted the position of the new block's draft i + 1, and feeds the row that predicts
+        it: masked slot i + 1, or, where the anchor's row drafts too, row i.
+        """
         drafter = self.drafter
         additions = drafter.relay(
             drafter.project_context(feedback.features),
@@ -139,7 +159,7 @@ class DraftSession:
             drafter.embed(feedback.rejected_ids, self.embedding),
         )
         additions = torch.where(feedback.is_fed.to(additions.device)[..., None], additions, 0.0)
-        return nn.functional.pad(additions, (0, 0, 0, self._mask_embeds.shape[1] - additions.shape[1]))
+        return nn.functional.pad(additions, (0, 0, 0, drafter.config.drafts_per_block - additions.shape[1]))
 
     def _to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Cut padded ids that the target does not have."""
@@ -183,6 +203,42 @@ class DraftSession:
             tokens.append(nn.functional.pad(path_ids[:, row.length :], (0, logits.shape[1] - length)))
             laws.append(_fill(torch.cat(processed, dim=1), logits.shape[1]))
         return torch.cat(tokens), torch.cat(laws)
+
+    def _select(
+        self,
+        rows: "list[Row]",
+        lengths: list[int],
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        uniforms: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft tokens `[B, N]` that the candidate selector picks in order, and the laws they were drawn from."""
+        device = self.drafter.device
+        candidates = self.drafter.candidate_selector.candidates(hidden, logits.to(device))
+        previous = torch.cat([row.ids[:, -1] for row in rows])
+        tokens: list[torch.Tensor] = []
+        laws: list[torch.Tensor] = []
+        for slot in range(logits.shape[1]):
+            law = candidates.logits(slot, previous.to(device), self.vocab_size).to(self.device)
+            law = self._process_slot(rows, lengths, slot, tokens, law)
+            previous = _pick(law[:, None], None if uniforms is None else uniforms[:, slot : slot + 1])[:, 0]
+            tokens.append(previous)
+            laws.append(law)
+        return torch.stack(tokens, dim=1), torch.stack(laws, dim=1)
+
+    def _process_slot(
+        self, rows: "list[Row]", lengths: list[int], slot: int, tokens: list[torch.Tensor], law: torch.Tensor
+    ) -> torch.Tensor:
+        """Each row's logits processors on `law` `[B, V]` behind the drafts `tokens` picked so far."""
+        path = rows[0].path  # of one kind for all rows
+        if path.drafts_at_once:
+            return path.drafts(law[:, None])[:, 0]
+        processed = list(law.split(1))
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if slot < length:
+                path_ids = torch.cat([row.ids, *(chosen[i : i + 1, None] for chosen in tokens)], dim=1)
+                processed[i] = row.path.draft_row(path_ids, processed[i].clone())
+        return torch.cat(processed)
 
 
 def _fill(logits: torch.Tensor, num_drafts: int) -> torch.Tensor:

@@ -91,7 +91,7 @@ class DraftCache:
         lengths = torch.tensor(self.lengths, device=device)[:, None, None]
         to_context = lengths + queries - columns  # [B, L, context columns]
         to_block = (queries - queries.T).expand(len(self.lengths), -1, -1)  # [B, L, L]
-        visible = self._drafter.visible(layer_idx, torch.cat([to_context, to_block], dim=-1))
+        visible = self._drafter.visible(layer_idx, torch.cat([to_context, to_block], dim=-1), queries)
         visible[..., : len(columns)] &= columns < lengths
         return visible[:, None]
 

@@ -42,6 +42,7 @@ def resolve(
     """
     if drafter is not None:
         ours = drafter.config
+        _check_trainable(ours)
         fixed = ["num_hidden_layers", "mask_token_id", "target_layer_ids", "draft_vocab_size"]
         for key in [*fixed, "relay_intermediate_size"] if drafter.relay is not None else fixed:
             wanted, has = getattr(training, key), getattr(ours, key)
@@ -79,6 +80,23 @@ def resolve(
     resolved = replace(training, **filled)
     resolved.check()
     return resolved
+
+
+def _check_trainable(config: DFlowDrafterConfig) -> None:
+    """Refuse what the training forward, many blocks in one row whose slots predict their own positions, has not."""
+    foreign = {
+        "a candidate selector": config.selector_rank is not None,
+        "convolutions": config.conv_kernel_size is not None,
+        "sample_from_anchor": config.sample_from_anchor,
+        "window_from_anchor": config.window_from_anchor and "sliding_attention" in config.layer_types,
+        "no vocab_size": config.vocab_size is None,
+    }
+    found = [name for name, is_there in foreign.items() if is_there]
+    if found:
+        raise TrainingConfigError(
+            f"the drafter to continue has {', '.join(found)}, which cannot be trained here; continue a DFlash v1 or "
+            "DFlow drafter, or pass vocab_size= when loading one that only lacks its vocabulary"
+        )
 
 
 def spread_layers(num_layers: int, taps: int = DEFAULT_TAPS) -> list[int]:

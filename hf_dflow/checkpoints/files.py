@@ -1,0 +1,152 @@
+"""Finding a drafter's files in a folder, in the cache or on the Hub, and reading no more of them than is safe."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import GatedRepoError
+from safetensors import SafetensorError, safe_open
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
+
+from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
+
+HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder")
+LONGEST_JSON = 16 * 2**20  # bytes; the index of a thousand shards is far smaller
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a safetensors header says of one tensor."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def read_config(source: str, hub_options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The raw content of `source`'s config.json, and the commit it came from (`None` for a folder).
+
+    Raises:
+        [`DrafterConfigError`]: No config.json, or one that is no JSON object.
+        `OSError`: No such repository, no access, or no network.
+    """
+    try:
+        file = cached_file(source, "config.json", **hub_options)
+    except OSError as error:
+        if isinstance(error.__cause__, GatedRepoError):
+            raise OSError(
+                f"{source} is a gated repository: ask for access on its page, then pass token=… or log in with "
+                "`hf auth login`."
+            ) from error
+        raise
+    if file is None:
+        raise DrafterConfigError(f"{source}: no config.json.")
+    try:
+        raw = read_json(file)
+    except ValueError as error:
+        raise DrafterConfigError(f"{source}/config.json: not a JSON file ({error}).") from error
+    if not isinstance(raw, dict):
+        raise DrafterConfigError(f"{source}/config.json: not a JSON object.")
+    return raw, extract_commit_hash(file, None)
+
+
+def read_json(file: str | os.PathLike) -> Any:
+    """The content of a JSON file, which must not be longer than `LONGEST_JSON`.
+
+    Raises:
+        `ValueError`: It is longer, no JSON, or nested without end.
+    """
+    length = os.path.getsize(file)
+    if length > LONGEST_JSON:
+        raise ValueError(f"{length} bytes, more than {LONGEST_JSON}")
+
+    def refuse(name: str):
+        raise ValueError(f"{name} is no JSON number")
+
+    with open(file, encoding="utf-8") as stream:
+        try:
+            return json.load(stream, parse_constant=refuse)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+
+
+def stored_tensors(path: str, hub_options: Mapping[str, Any], variant: str | None = None) -> dict[str, StoredTensor]:
+    """What the safetensors files of `path` hold, from their headers alone; nothing of the tensors is read.
+
+    Args:
+        path (`str`): Folder or repository.
+        hub_options (`Mapping`): Of `HUB_OPTIONS`.
+        variant (`str`, *optional*): As in transformers, `model.<variant>.safetensors`.
+
+    Raises:
+        [`DrafterWeightsError`]: No safetensors file, a damaged one, a shard outside the repository, a dtype that is no
+            weight's.
+    """
+    try:
+        files = _weight_files(path, hub_options, variant)
+        stored: dict[str, StoredTensor] = {}
+        for file in files:
+            with safe_open(file, framework="pt", device="cpu") as content:  # checks sizes and offsets
+                for name in content.keys():  # noqa: SIM118 - no mapping
+                    part = content.get_slice(name)
+                    kind = part.get_dtype()
+                    if kind not in DTYPES and kind not in INTEGERS:
+                        raise DrafterWeightsError(
+                            f"{path}: '{name}' is stored as {kind}, which is no floating point weight; a quantised "
+                            "drafter must be dequantised first."
+                        )
+                    if name in stored:
+                        raise DrafterWeightsError(f"{path}: '{name}' is in two files; keep one of them.")
+                    stored[name] = StoredTensor(file, tuple(part.get_shape()), (DTYPES | INTEGERS)[kind])
+    except DrafterWeightsError:
+        raise
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DrafterWeightsError(
+            f"{path}: cannot read the weights ({error}). Only intact safetensors files are loaded, never pickles; "
+            "download again, or convert pytorch_model.bin in a place where running its code is acceptable."
+        ) from error
+    return stored
+
+
+def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """The tensors themselves, mapped into memory."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in dict.fromkeys(one.file for one in stored.values()):
+        with safe_open(file, framework="pt", device="cpu") as content:
+            tensors |= {name: content.get_tensor(name) for name, one in stored.items() if one.file == file}
+    return tensors
+
+
+def _weight_files(path: str, hub_options: Mapping[str, Any], variant: str | None) -> list[str]:
+    suffix = "" if variant is None else f".{variant}"
+    single, index = f"model{suffix}.safetensors", f"model.safetensors.index{suffix}.json"
+    file = cached_file(path, single, _raise_exceptions_for_missing_entries=False, **hub_options)
+    if file is not None:
+        return [file]
+    index_file = cached_file(path, index, _raise_exceptions_for_missing_entries=False, **hub_options)
+    if index_file is None:
+        raise ValueError(f"neither {single} nor {index} is there")
+    content = read_json(index_file)
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f"{index} has no 'weight_map'")
+    names = sorted({str(name) for name in shards.values()})
+    for name in names:
+        if not SHARD_NAME.fullmatch(name):
+            raise ValueError(f"{index} names the shard {name!r}; a shard is a .safetensors file beside its index")
+    return [_shard(path, name, hub_options) for name in names]
+
+
+def _shard(path: str, name: str, hub_options: Mapping[str, Any]) -> str:
+    file = cached_file(path, name, **hub_options)
+    if file is None:
+        raise ValueError(f"the shard {name} is missing")
+    return file
