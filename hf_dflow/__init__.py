@@ -9,6 +9,7 @@ from hf_dflow.errors import (
     DrafterConfigError,
     DrafterWeightsError,
     PairMismatchError,
+    UnknownDrafterError,
     UnsupportedGenerationError,
 )
 from hf_dflow.generation.acceptance import AcceptanceContext, AcceptanceProcessor, AcceptanceThreshold
@@ -16,6 +17,7 @@ from hf_dflow.generation.configuration import DFlowGenerationConfig
 from hf_dflow.generation.decoder import DFlowDecoder
 from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.output import GenerateDFlowOutput
+from hf_dflow.generation.pair import check_pair, tokenizer_fingerprint
 from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.generation.strategy import install, uninstall
 from hf_dflow.modeling_dflow import DFlowDrafter
@@ -38,9 +40,12 @@ __all__ = [
     "DrafterWeightsError",
     "GenerateDFlowOutput",
     "PairMismatchError",
+    "UnknownDrafterError",
     "UnsupportedGenerationError",
     "VerifierFeedback",
     "__version__",
+    "check_pair",
     "install",
+    "tokenizer_fingerprint",
     "uninstall",
 ]

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_dflow import hub_commands as hub
+
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.bench.options import JsonOption
 from hf_dflow.errors import DFlowError
@@ -159,6 +161,8 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) ->
         Console().print(table)
 
 
+app.command()(_errors_in_words()(hub.drafters))
+app.command()(_errors_in_words()(hub.export))
 app.command()(_errors_in_words()(training.data))
 app.command()(_errors_in_words()(training.train))
 

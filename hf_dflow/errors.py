@@ -9,6 +9,10 @@ class DrafterConfigError(DFlowError, ValueError):
     """A drafter's configuration lacks a key, holds an impossible value, or belongs to an unsupported format."""
 
 
+class UnknownDrafterError(DFlowError, LookupError):
+    """No drafter is listed for a target."""
+
+
 class DrafterWeightsError(DFlowError, OSError):
     """A drafter's weights are missing, unsafe, or do not fit its configuration."""
 

@@ -22,6 +22,7 @@ from hf_dflow.checkpoints import load_drafter
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.dflash2 import BlockConvolution, CandidateSelector
 from hf_dflow.errors import DrafterWeightsError
+from hf_dflow.hub import drafter_for
 
 # (layer index, keys [B, KV, L, D], values [B, KV, L, D]) of the block -> the same for all that the block may attend to,
 # the block's own rows last. Serving, training and transformers' native loop differ in nothing but this function.
@@ -181,6 +182,19 @@ class DFlowDrafter(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """As in transformers, for every format that [`~hf_dflow.checkpoints.load_drafter`] knows."""
         return load_drafter(cls, super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+
+    @classmethod
+    def for_target(cls, target: Any, **kwargs):
+        """The drafter that is listed for a target.
+
+        Args:
+            target (`str` or `PreTrainedModel`): The target, or its name.
+            kwargs: As in `from_pretrained`.
+
+        Raises:
+            [`UnknownDrafterError`]: None is listed; `hf-dflow drafters` shows those that are.
+        """
+        return cls.from_pretrained(drafter_for(target).name, **kwargs)
 
     def get_input_embeddings(self):
         return self.embed_tokens

@@ -16,7 +16,6 @@ from dflash_oracle import (
     BLOCK_SIZE,
     HIDDEN_SIZE,
     MASK_TOKEN_ID,
-    NUM_TARGET_LAYERS,
     SIZES,
     TARGET_LAYER_IDS,
     VOCAB_SIZE,
@@ -25,7 +24,7 @@ from dflash_oracle import (
 )
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: F401 - before the stand-ins are in place
 
-UNUSED = {"openai", "loguru", "aiohttp", "datasets", "hs_connectors", "pydantic_settings", "mooncake"}
+UNUSED = {"openai", "aiohttp", "datasets", "hs_connectors", "pydantic_settings", "mooncake"}
 DRAFT_VOCAB = [1, 2, 3, 5, 8, 13, 21, 34, 55, 60, 61, 62]
 SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": WINDOW, "use_sliding_window": True}
 MIXED = {**SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -117,6 +116,13 @@ def make_folder(path, target, *, layers: dict | None = None, own_embedding: bool
     return model
 
 
+def eager_mask():
+    """Their function for masks of eager attention; a model that was loaded has chosen compiled ones."""
+    from speculators.models.attention import create_float_mask
+
+    return create_float_mask
+
+
 @torch.no_grad()
 def oracle_logits(model, token_ids: torch.Tensor, features: torch.Tensor, anchor: int) -> torch.Tensor:
     """Logits `[L, draft vocabulary]` of the block at position `anchor` of `token_ids` `[1, T]`, from its training path.
@@ -135,6 +141,3 @@ def oracle_logits(model, token_ids: torch.Tensor, features: torch.Tensor, anchor
         max_anchors=1,
     )
     return logits[0]
-
-
-__all__ = ["DRAFT_VOCAB", "NUM_TARGET_LAYERS", "VARIANTS", "load_speculators", "make_folder", "oracle_logits"]

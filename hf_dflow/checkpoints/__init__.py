@@ -15,6 +15,7 @@ from hf_dflow.checkpoints import dflash, dflash2, native, own, speculators
 from hf_dflow.checkpoints.files import HUB_OPTIONS, StoredTensor, read_config, read_tensors, stored_tensors
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
+from hf_dflow.hub import resolve
 
 FORMATS: dict[str, Any] = {
     "dflow": own,
@@ -47,7 +48,8 @@ def load_drafter(
     Args:
         drafter_class (`type`): [`DFlowDrafter`] or a subclass.
         load (`Callable`): transformers' own `from_pretrained`, bound to that class.
-        path (`str` or `Path`, *optional*): Folder or repository; `None` together with `state_dict`.
+        path (`str` or `Path`, *optional*):
+            Folder, repository, or name of a bundled drafter; `None` together with `state_dict`.
         config (`DFlowDrafterConfig` or `str`, *optional*):
             Used as it is; a string names where to read it. Without one, the configuration found at `path` decides.
         use_safetensors (`bool`, *optional*): `False` is refused: a pickle can run any code.
@@ -74,7 +76,7 @@ def load_drafter(
         )
     if path is None:
         return _load(load, None, model_args, config, output_loading_info, False, kwargs)
-    path = str(path)
+    path = resolve(path)
     hub_options = {key: kwargs.pop(key) for key in HUB_OPTIONS if key in kwargs}
     variant = kwargs.pop("variant", None)
     commit, form = None, own
@@ -85,13 +87,16 @@ def load_drafter(
         form = format_of(raw, source)
         if commit is not None and config is None:
             hub_options["revision"] = commit  # a branch may move between two look-ups
-    stored = stored_tensors(path, hub_options, variant)
+    exported = _exported_fields(raw or {}, path)
+    with_relay = bool(exported.get("use_relay")) and kwargs.get("use_relay") is not False
+    stored = stored_tensors(path, hub_options, variant, with_relay)
     if raw is None:
         assert isinstance(config, DFlowDrafterConfig)
         _refuse_foreign_kernel(config, kwargs, path)
         converted = config
     else:
-        fields = {key: kwargs.pop(key) for key in DFlowDrafterConfig.__annotations__ if key in kwargs}
+        given = {key: kwargs.pop(key) for key in DFlowDrafterConfig.__annotations__ if key in kwargs}
+        fields = {**exported, **given}
         converted = form.convert_config(raw, path if config is None else str(config), stored, **fields)
     names = {name: form.rename(name) for name in stored}
     renamed = {str(names[name]): one for name, one in stored.items() if names[name] is not None}
@@ -190,6 +195,15 @@ def _load(
         model.config._name_or_path = model.name_or_path = path
         model.config._commit_hash = commit
     return (model, report) if output_loading_info else model
+
+
+def _exported_fields(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """What [`~hf_dflow.checkpoints.export.export_drafter`] noted of a drafter in another format, if it wrote it."""
+    note = raw.get("hf_dflow")
+    fields = note.get("config", {}) if isinstance(note, dict) else {}
+    if not isinstance(fields, dict):
+        raise DrafterConfigError(f"{path}/config.json: 'hf_dflow.config' is {fields!r}, not an object.")
+    return {key: value for key, value in fields.items() if key in DFlowDrafterConfig.__annotations__}
 
 
 def _refuse_foreign_kernel(config: DFlowDrafterConfig, kwargs: Mapping[str, Any], path: str) -> None:

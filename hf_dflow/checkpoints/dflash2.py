@@ -11,6 +11,7 @@ from hf_dflow.configuration_dflow import DFlowDrafterConfig
 
 ARCHITECTURE = "DFlash2DraftModel"
 DESCRIPTION = f"'architectures': ['{ARCHITECTURE}'] with 'model_type': 'qwen3' (z-lab's DFlash 2)"
+DRAFT_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 NAMES = {
     f"candidate_selector.{one}_codebook": f"candidate_selector.{one}_codebook.weight"
     for one in ("predecessor", "successor")
@@ -19,7 +20,7 @@ NAMES = {
 
 class _Reader(ConfigReader):
     description = DESCRIPTION
-    own_required = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    own_required = DRAFT_KEYS
 
 
 def matches(raw: Mapping[str, Any]) -> bool:

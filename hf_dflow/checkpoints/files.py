@@ -17,6 +17,7 @@ from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
 
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder")
 LONGEST_JSON = 16 * 2**20  # bytes; the index of a thousand shards is far smaller
+RELAY_FILE = "hf_dflow/relay.safetensors"  # of an exported drafter
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
@@ -78,13 +79,16 @@ def read_json(file: str | os.PathLike) -> Any:
             raise ValueError("nested too deeply") from None
 
 
-def stored_tensors(path: str, hub_options: Mapping[str, Any], variant: str | None = None) -> dict[str, StoredTensor]:
+def stored_tensors(
+    path: str, hub_options: Mapping[str, Any], variant: str | None = None, with_relay: bool = False
+) -> dict[str, StoredTensor]:
     """What the safetensors files of `path` hold, from their headers alone; nothing of the tensors is read.
 
     Args:
         path (`str`): Folder or repository.
         hub_options (`Mapping`): Of `HUB_OPTIONS`.
         variant (`str`, *optional*): As in transformers, `model.<variant>.safetensors`.
+        with_relay (`bool`): Whether an exported drafter's relay, kept beside its weights, belongs to it.
 
     Raises:
         [`DrafterWeightsError`]: No safetensors file, a damaged one, a shard outside the repository, a dtype that is no
@@ -92,6 +96,7 @@ def stored_tensors(path: str, hub_options: Mapping[str, Any], variant: str | Non
     """
     try:
         files = _weight_files(path, hub_options, variant)
+        files += [_beside(path, RELAY_FILE, hub_options)] if with_relay else []
         stored: dict[str, StoredTensor] = {}
         for file in files:
             with safe_open(file, framework="pt", device="cpu") as content:  # checks sizes and offsets
@@ -142,11 +147,11 @@ def _weight_files(path: str, hub_options: Mapping[str, Any], variant: str | None
     for name in names:
         if not SHARD_NAME.fullmatch(name):
             raise ValueError(f"{index} names the shard {name!r}; a shard is a .safetensors file beside its index")
-    return [_shard(path, name, hub_options) for name in names]
+    return [_beside(path, name, hub_options) for name in names]
 
 
-def _shard(path: str, name: str, hub_options: Mapping[str, Any]) -> str:
+def _beside(path: str, name: str, hub_options: Mapping[str, Any]) -> str:
     file = cached_file(path, name, **hub_options)
     if file is None:
-        raise ValueError(f"the shard {name} is missing")
+        raise ValueError(f"{name} is missing")
     return file

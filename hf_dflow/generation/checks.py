@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
-from hf_dflow.errors import PairMismatchError, UnsupportedGenerationError
+from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation._compat import (
     CACHE_NAMES,
     PROMPT_ONLY,
@@ -202,35 +202,4 @@ def _refuse_layers(who: str) -> None:
     raise UnsupportedGenerationError(
         f"{who} has layers (linear, recurrent or sparse attention, or a static sliding window) that rejected drafts "
         "cannot be taken out of exactly; decode without the drafter."
-    )
-
-
-def check_pair(model: PreTrainedModel, drafter: DFlowDrafter) -> None:
-    """Refuse a drafter that was made for a target of another shape.
-
-    Raises:
-        PairMismatchError: Naming the first size that differs.
-    """
-    target, ours = model.config.get_text_config(), drafter.config
-    layers = target.num_hidden_layers
-    if ours.target_hidden_size != target.hidden_size:
-        _mismatch(f"hidden size {target.hidden_size}", f"{ours.target_hidden_size}")
-    if max(ours.target_layer_ids) >= layers:
-        _mismatch(f"{layers} layers", f"layer {max(ours.target_layer_ids)} (target_layer_ids)")
-    if ours.num_target_layers is not None and ours.num_target_layers != layers:
-        _mismatch(f"{layers} layers", f"{ours.num_target_layers} layers")
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
-    if ours.input_embedding == "raw" and embedding is None:
-        _mismatch("an input embedding without a weight matrix", "input_embedding='raw', which reads its rows")
-    if ours.input_embedding != "own" and embedding is not None and ours.mask_token_id >= embedding.shape[0]:
-        _mismatch(f"{embedding.shape[0]} embedding rows", f"mask_token_id {ours.mask_token_id}")
-    drafter.check_draft_vocabulary()
-    if ours.output_head == "target" and model.get_output_embeddings() is None:
-        _mismatch("no LM head", "output_head='target'")
-
-
-def _mismatch(has: str, wants: str) -> None:
-    raise PairMismatchError(
-        f"The drafter does not fit this target: the target has {has}, the drafter was made for {wants}. Load the "
-        "drafter that was trained for this very model."
     )

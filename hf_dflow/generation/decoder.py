@@ -7,12 +7,13 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from hf_dflow.generation import _compat, batch
-from hf_dflow.generation.checks import check_call, check_mode, check_pair, check_target
+from hf_dflow.generation.checks import check_call, check_mode, check_target
 from hf_dflow.generation.configuration import DFlowOptions, resolve_options
 from hf_dflow.generation.drafting import DraftBlock, DraftSession
 from hf_dflow.generation.fallback import PATIENCE, Warnings
 from hf_dflow.generation.feedback import make_feedback
 from hf_dflow.generation.output import GenerateDFlowOutput
+from hf_dflow.generation.pair import check_pair
 from hf_dflow.generation.path import PathProcessor
 from hf_dflow.generation.prefill import prompt_context
 from hf_dflow.generation.state import DecodeState, Row

@@ -6,9 +6,10 @@ from typing import Any
 from transformers import GenerationMixin
 
 from hf_dflow.errors import UnsupportedGenerationError
-from hf_dflow.generation.checks import check_mode, check_pair, check_target
+from hf_dflow.generation.checks import check_mode, check_target
 from hf_dflow.generation.configuration import SPECULATION_TYPE, resolve_options
 from hf_dflow.generation.decoder import DFlowDecoder
+from hf_dflow.generation.pair import check_pair
 from hf_dflow.modeling_dflow import DFlowDrafter
 
 WRAPPED = ("_validate_generation_mode", "_assisted_decoding")

@@ -82,7 +82,7 @@ def resolve(
     return resolved
 
 
-def _check_trainable(config: DFlowDrafterConfig) -> None:
+def _check_trainable(config: Any) -> None:
     """Refuse what the training forward, many blocks in one row whose slots predict their own positions, has not."""
     foreign = {
         "a candidate selector": config.selector_rank is not None,

@@ -1,0 +1,104 @@
+"""Do this target and this drafter belong together? What cannot work is refused, what will only be slow is warned of."""
+
+import hashlib
+import json
+import os
+import re
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hf_dflow.errors import PairMismatchError
+from hf_dflow.modeling_dflow import DFlowDrafter
+
+logger: Any = logging.get_logger(__name__)
+PADDING = 512  # vocabularies are padded to multiples of up to so many rows; two that agree then may be the same
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def check_pair(
+    model: PreTrainedModel, drafter: DFlowDrafter, tokenizer: Any = None, chat_mode: str | None = None
+) -> None:
+    """Compare a target with what its drafter was made for, before anything is computed.
+
+    `generate` does so at every call; tokenizer and chat mode it does not know, so pass them here.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        drafter (`DFlowDrafter`): Its drafter.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
+        chat_mode (`str`, *optional*): How it will be asked: "thinking", "non-thinking", "chat" or "raw".
+
+    Raises:
+        PairMismatchError: Naming the first size that differs. Other names, revisions, tokenizers, modes and numbers of
+            tokens are warned of once: the text stays the target's own, drafts may be rejected more often.
+    """
+    target, ours = model.config.get_text_config(), drafter.config
+    layers = target.num_hidden_layers
+    if ours.target_hidden_size != target.hidden_size:
+        _mismatch(f"hidden size {target.hidden_size}", f"{ours.target_hidden_size}")
+    if max(ours.target_layer_ids) >= layers:
+        _mismatch(f"{layers} layers", f"layer {max(ours.target_layer_ids)} (target_layer_ids)")
+    if ours.num_target_layers is not None and ours.num_target_layers != layers:
+        _mismatch(f"{layers} layers", f"{ours.num_target_layers} layers")
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    if ours.input_embedding == "raw" and embedding is None:
+        _mismatch("an input embedding without a weight matrix", "input_embedding='raw', which reads its rows")
+    if ours.input_embedding != "own" and embedding is not None and ours.mask_token_id >= embedding.shape[0]:
+        _mismatch(f"{embedding.shape[0]} embedding rows", f"mask_token_id {ours.mask_token_id}")
+    drafter.check_draft_vocabulary()
+    if ours.output_head == "target" and model.get_output_embeddings() is None:
+        _mismatch("no LM head", "output_head='target'")
+    for what in _slow(model, target, ours, tokenizer, chat_mode):
+        logger.warning_once(
+            f"The drafter may draft badly for this target: {what}. The text stays the target's own; for speed, load "
+            "the drafter that was made for it."
+        )
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A short digest of a tokenizer's tokens and their ids: two with the same digest mean the same by an id."""
+    tokens = sorted((int(token_id), token) for token, token_id in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
+def _slow(model: PreTrainedModel, target: Any, ours: Any, tokenizer: Any, chat_mode: str | None) -> list[str]:
+    """What differs without making decoding impossible."""
+    found = []
+    is_same_tokenizer = None
+    if tokenizer is not None and ours.tokenizer_fingerprint is not None:
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        is_same_tokenizer = fingerprint == ours.tokenizer_fingerprint
+        if not is_same_tokenizer:
+            found.append(f"its tokenizer is {ours.tokenizer_fingerprint}, the target's {fingerprint}")
+    if is_same_tokenizer is None and ours.vocab_size is not None and not _may_be_padding(ours, target):
+        found.append(f"it knows {ours.vocab_size} tokens, the target {target.vocab_size}")
+    name = getattr(model.config, "_name_or_path", None)
+    if ours.target_name and _is_repository(name) and _is_repository(ours.target_name) and name != ours.target_name:
+        found.append(f"it was made for {ours.target_name}, the target is {name}")
+    commit, wanted = getattr(model.config, "_commit_hash", None), ours.target_revision
+    if commit and wanted and COMMIT.fullmatch(wanted) and name == ours.target_name and commit != wanted:
+        found.append(f"it was made for revision {wanted}, the target's is {commit}")
+    if chat_mode and ours.chat_mode and chat_mode != ours.chat_mode:
+        found.append(f"it was made for the mode '{ours.chat_mode}', asked for is '{chat_mode}'")
+    return found
+
+
+def _may_be_padding(ours: Any, target: Any) -> bool:
+    sizes = sorted((ours.vocab_size, target.vocab_size))
+    return sizes[1] <= -(-sizes[0] // PADDING) * PADDING
+
+
+def _is_repository(name: Any) -> bool:
+    """Whether a name is one of the Hub's rather than a folder's, which anybody may call anything."""
+    return (
+        isinstance(name, str) and name.count("/") == 1 and not os.path.exists(name) and not name.startswith((".", "/"))
+    )
+
+
+def _mismatch(has: str, wants: str) -> None:
+    raise PairMismatchError(
+        f"The drafter does not fit this target: the target has {has}, the drafter was made for {wants}. Load the "
+        "drafter that was trained for this very model."
+    )

@@ -1,0 +1,88 @@
+"""Drafters by name: those that the package holds, and a table of those that others have published."""
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dflow.errors import UnknownDrafterError
+
+FOLDER = Path(__file__).parent / "drafters"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """One row of the table. `None` where the source says nothing: the repository's own files decide."""
+
+    name: str  # repository, or the name of a bundled one
+    target: str
+    format: str  # a key of `hf_dflow.checkpoints.FORMATS`
+    block_size: int | None = None
+    licence: str | None = None  # as published
+    chat_mode: str | None = None  # how the target was asked: "thinking", "non-thinking", "chat", "raw"
+
+
+# In the package, each laid out as its repository would be; they need no network.
+BUNDLED = {
+    "smollm2-135m-instruct-b8": FOLDER / "smollm2-135m-instruct-b8",
+    "tiny-airports-b8": FOLDER / "tiny-airports-b8" / "drafter",
+}
+TABLE = (
+    # model_cards/*.md of this repository
+    Drafter("smollm2-135m-instruct-b8", "HuggingFaceTB/SmolLM2-135M-Instruct", "dflow", 8, "apache-2.0", "chat"),
+    Drafter("tiny-airports-b8", "tiny-airports-b8/target", "dflow", 8, "apache-2.0", "raw"),
+    # README.md of z-lab/dflash on GitHub, commit 0a2da23, "Supported Models": repository, target (its maker's name is
+    # added) and thinking mode; the block is in the name, or that of the serving examples. No licence of the weights.
+    Drafter("z-lab/Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B", "dflash", 16, None, "non-thinking"),
+    Drafter("z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B", "dflash", 16, None, "non-thinking"),
+    Drafter("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "meta-llama/Llama-3.1-8B-Instruct", "dflash"),
+    Drafter("z-lab/Qwen3-Coder-Next-DFlash", "Qwen/Qwen3-Coder-Next", "dflash"),
+    Drafter("z-lab/Qwen3-Coder-30B-A3B-DFlash", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "dflash"),
+    Drafter("z-lab/gpt-oss-20b-DFlash", "openai/gpt-oss-20b", "dflash"),
+    Drafter("z-lab/gpt-oss-120b-DFlash", "openai/gpt-oss-120b", "dflash"),
+    Drafter("z-lab/Qwen3.5-4B-DFlash", "Qwen/Qwen3.5-4B", "dflash"),
+    Drafter("z-lab/Qwen3.5-9B-DFlash", "Qwen/Qwen3.5-9B", "dflash"),
+    Drafter("z-lab/Qwen3.5-27B-DFlash", "Qwen/Qwen3.5-27B", "dflash", 16),
+    Drafter("z-lab/Qwen3.5-35B-A3B-DFlash", "Qwen/Qwen3.5-35B-A3B", "dflash", 16),
+    Drafter("z-lab/Qwen3.5-122B-A10B-DFlash", "Qwen/Qwen3.5-122B-A10B", "dflash"),
+    Drafter("z-lab/Qwen3.6-27B-DFlash", "Qwen/Qwen3.6-27B", "dflash"),
+    Drafter("z-lab/Qwen3.6-35B-A3B-DFlash", "Qwen/Qwen3.6-35B-A3B", "dflash"),
+    Drafter("z-lab/Kimi-K2.5-DFlash", "moonshotai/Kimi-K2.5", "dflash"),
+    # The Hub's collection "DFlash 2" of z-lab; block: tests/fixtures/dflash2-config.json of z-lab/dflash, 0a7587c
+    Drafter("z-lab/Muse-Glimmer-30B-DFlash2", "meta-models/Muse-Glimmer-30B", "dflash2", 16),
+    Drafter("z-lab/Qwen3.8-27B-DFlash2", "Qwen/Qwen3.8-27B", "dflash2"),
+    # transformers 5.24, configuration_muse_glimmer_assistant.py: checkpoint and the default block
+    Drafter("meta-models/Muse-Glimmer-30B-assistant", "meta-models/Muse-Glimmer-30B", "transformers", 16),
+    # The model card of the repository on the Hub
+    Drafter("RedHatAI/Mistral-Small-4-119B-2603.dflash", "mistralai/Mistral-Small-4-119B-2603", "speculators"),
+)
+
+
+def resolve(name: Any) -> str:
+    """What to load for `name`: the folder of a bundled drafter, else `name` itself, a folder or a repository."""
+    name = os.fspath(name)
+    return str(BUNDLED[name]) if name in BUNDLED and not os.path.isdir(name) else name
+
+
+def drafters_for(target: str) -> list[Drafter]:
+    """The rows of the table for a target's name, whatever its case; the bundled first."""
+    return [row for row in TABLE if row.target.casefold() == target.casefold()]
+
+
+def drafter_for(target: Any) -> Drafter:
+    """The first row of the table for `target`, a name or a loaded model.
+
+    Raises:
+        [`UnknownDrafterError`]: The table has none.
+    """
+    name = target if isinstance(target, str) else getattr(getattr(target, "config", None), "_name_or_path", None)
+    found = drafters_for(name) if name else []
+    if found:
+        return found[0]
+    near = difflib.get_close_matches(str(name), sorted({row.target for row in TABLE}), n=3, cutoff=0.75)
+    near_text = f" Near names with a drafter: {', '.join(near)}; a drafter serves its own target only." if near else ""
+    raise UnknownDrafterError(
+        f"no drafter is listed for the target {name!r}.{near_text} `hf-dflow drafters` lists those known; any other is "
+        "loaded by its own name with DFlowDrafter.from_pretrained."
+    )

@@ -1,0 +1,155 @@
+"""Drafters by name: the table, the bundled ones, and a cache that huggingface_hub itself laid out, online and off."""
+
+import json
+import re
+
+import pytest
+import torch
+from hub_server import Hub
+from kit import tiny_drafter, tiny_target
+from typer.testing import CliRunner
+
+from hf_dflow import DFlowDrafter, UnknownDrafterError, cli
+from hf_dflow.checkpoints import FORMATS
+from hf_dflow.hub import BUNDLED, TABLE, drafter_for, drafters_for
+
+NAME = "org/drafter"
+LOAD = """
+import json, sys
+from hf_dflow import DFlowDrafter
+found = []
+for options in json.loads(sys.argv[1]):
+    drafter = DFlowDrafter.from_pretrained("org/drafter", **options)
+    found.append({
+        "scale": drafter.config.output_multiplier, "sum": drafter.fc.weight.double().sum().item(),
+        "commit": drafter.config._commit_hash, "name": drafter.name_or_path, "dtype": str(drafter.dtype),
+    })
+print(json.dumps(found))
+"""
+NO_NETWORK = """
+import socket
+def refuse(*args, **kwargs):
+    raise AssertionError("a connection was tried")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+"""
+
+
+def files_of(path, **overrides):
+    drafter = tiny_drafter(tiny_target(dtype=torch.float32), **overrides)
+    drafter.save_pretrained(path)
+    found = {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+    return drafter, found
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A repository of two commits, the second also in a subfolder and named otherwise in its weights."""
+    with Hub() as hub:
+        hub.drafters, hub.commits = [], []
+        for seed in (1, 2):
+            path = tmp_path_factory.mktemp("drafter")
+            drafter, files = files_of(path, seed=seed, output_multiplier=float(seed))
+            files |= {f"inner/{name}": content for name, content in files.items()} if seed == 2 else {}
+            hub.drafters.append(drafter)
+            hub.commits.append(hub.commit(NAME, files))
+        yield hub
+
+
+def load(hub, home, *options, script=LOAD, offline=False):
+    """What each `from_pretrained(NAME, **options)` gives, all in one process."""
+    return json.loads(hub.run(script, home, json.dumps(options), offline=offline).splitlines()[-1])
+
+
+def test_two_revisions_online_then_offline(hub, tmp_path):
+    """Bug: a revision that reaches config.json and not the weights; a look-up that needs the network though the cache
+    is filled; the branch of a cache that is taken for a commit; look-ups of adapters, pickles or code, which a
+    repository could use to have something else loaded."""
+    online = load(hub, tmp_path, {"revision": hub.commits[0]}, {}, {"subfolder": "inner"})
+    for i, one in zip((0, 1, 1), online, strict=True):
+        assert one["scale"] == i + 1 and one["commit"] == hub.commits[i] and one["name"] == NAME
+        assert one["sum"] == pytest.approx(hub.drafters[i].fc.weight.double().sum().item())
+    assert (tmp_path / "hub" / "models--org--drafter" / "refs" / "main").read_text() == hub.commits[1]
+    asked = [path.split("/resolve/")[1].split("/", 1) for _, path in hub.requests if "/resolve/" in path]
+    assert {path for _, path in asked} == {
+        "config.json",
+        "model.safetensors",
+        "inner/config.json",
+        "inner/model.safetensors",
+    }
+    # The branch is followed for config.json and nothing else.
+    assert {path for revision, path in asked if revision == "main"} == {"config.json", "inner/config.json"}
+    before = len(hub.requests)
+    cached = {"local_files_only": True}
+    silent = load(
+        hub, tmp_path, {"revision": hub.commits[0], **cached}, {"dtype": "bfloat16", **cached}, script=NO_NETWORK + LOAD
+    )
+    assert silent[0] == online[0] and silent[1]["dtype"] == "torch.bfloat16" and silent[1]["commit"] == hub.commits[1]
+    assert load(hub, tmp_path, {}, script=NO_NETWORK + LOAD, offline=True)[0] == online[1]
+    assert len(hub.requests) == before
+
+
+def test_the_bundled_drafter_needs_no_network(monkeypatch):
+    """Bug: a name in the package that goes to the Hub."""
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", None)
+    for drafter in (
+        DFlowDrafter.from_pretrained("tiny-airports-b8"),
+        DFlowDrafter.for_target("tiny-airports-b8/TARGET", dtype=torch.float64),
+    ):
+        assert drafter.config.block_size == 8 and drafter.relay is not None
+    assert drafter.dtype == torch.float64
+
+
+def test_a_folder_goes_before_a_name(tmp_path, monkeypatch):
+    """Bug: a user's own folder shadowed by a bundled drafter of that name."""
+    monkeypatch.chdir(tmp_path)
+    files_of(tmp_path / "tiny-airports-b8", block_size=5)
+    assert DFlowDrafter.from_pretrained("tiny-airports-b8").config.block_size == 5
+
+
+def test_for_target_takes_names_and_models(monkeypatch):
+    """Bug: a target that has a drafter is not found, or gets that of another."""
+    assert drafter_for("Qwen/Qwen3-8B").name == "z-lab/Qwen3-8B-DFlash-b16"
+    target = tiny_target()
+    target.config._name_or_path = "Qwen/Qwen3-4B"
+    assert drafter_for(target).name == "z-lab/Qwen3-4B-DFlash-b16"
+    assert [row.name for row in drafters_for("meta-models/muse-glimmer-30b")] == [
+        "z-lab/Muse-Glimmer-30B-DFlash2",
+        "meta-models/Muse-Glimmer-30B-assistant",
+    ]
+    asked = []
+    monkeypatch.setattr(
+        DFlowDrafter, "from_pretrained", classmethod(lambda cls, *args, **kwargs: asked.append((args, kwargs)))
+    )
+    DFlowDrafter.for_target("Qwen/Qwen3-8B", revision="abc", token="t")
+    assert asked == [(("z-lab/Qwen3-8B-DFlash-b16",), {"revision": "abc", "token": "t"})]
+
+
+def test_an_unlisted_target_is_told_what_is_near():
+    with pytest.raises(UnknownDrafterError, match="Qwen/Qwen3-8B") as error:
+        DFlowDrafter.for_target("Qwen/Qwen3-8B-FP8")
+    assert "hf-dflow drafters" in str(error.value)
+    with pytest.raises(UnknownDrafterError, match="None"):
+        DFlowDrafter.for_target(object())
+
+
+def test_the_table_is_sound():
+    """Bug: a row that names a format we cannot load, or a bundled drafter that is not there."""
+    assert len({row.name for row in TABLE}) == len(TABLE)
+    for row in TABLE:
+        assert row.format in FORMATS and (row.name in BUNDLED or re.fullmatch(r"[\w.-]+/[\w.-]+", row.name))
+    for name, path in BUNDLED.items():
+        assert (path / "model.safetensors").exists()
+        config = json.loads((path / "config.json").read_text())
+        row = next(row for row in TABLE if row.name == name)
+        assert row.block_size == config["block_size"]
+
+
+def test_the_command_lists_them():
+    """Bug: `hf-dflow drafters` shows another table than `for_target` reads."""
+    everything = CliRunner().invoke(cli.app, ["drafters"], env={"COLUMNS": "250"})
+    assert everything.exit_code == 0 and all(row.name in everything.output for row in TABLE)
+    one = CliRunner().invoke(cli.app, ["drafters", "--target", "qwen/qwen3-8b"], env={"COLUMNS": "250"})
+    assert "z-lab/Qwen3-8B-DFlash-b16" in one.output and "non-thinking" in one.output
+    assert "Qwen3-4B" not in one.output
+    none = CliRunner().invoke(cli.app, ["drafters", "--target", "no/such"])
+    assert none.exit_code == 2 and "no drafter is listed" in none.output + none.stderr
