@@ -1,8 +1,6 @@
 """`hf-dflow`: the demo, a losslessness check, a look into a drafter's folder, and training."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +13,7 @@ from hf_dflow import hub_commands as hub
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.bench.options import JsonOption
 from hf_dflow.errors import DFlowError
+from hf_dflow.hub_commands import errors_in_words
 from hf_dflow.training import commands as training
 
 app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True)
@@ -22,16 +21,6 @@ app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedb
 DrafterOption = Annotated[Path | None, typer.Option("--drafter", help="Drafter folder; the bundled one by default.")]
 TinyOption = Annotated[bool, typer.Option("--tiny", help="Use the tiny pair that the package holds.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
-
-
-@contextmanager
-def _errors_in_words() -> Iterator[None]:
-    """A problem that the user can mend ends with its message and exit code 2, not with a traceback."""
-    try:
-        yield
-    except (DFlowError, OSError, ValueError) as error:  # transformers: what it cannot find, what it cannot read
-        typer.echo(f"hf-dflow: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 def _given_or_tiny(tiny: bool, target: str | None, drafter: str | Path | None):
@@ -57,7 +46,7 @@ def demo(
     threads: ThreadsOption = None,
 ) -> None:
     """Decode with SmolLM2-135M plainly, DFlash-style and with DFlow; exit code 1 if any text differs."""
-    with _errors_in_words():
+    with errors_in_words():
         from hf_dflow.bench import demo as bench
         from hf_dflow.bench.runners import load_pair, use_threads
         from hf_dflow.bench.workloads import DEMO, read_prompts
@@ -87,7 +76,7 @@ def check(
     threads: ThreadsOption = None,
 ) -> None:
     """Compare greedy text with and without a drafter; exit code 1 on a difference that is no rounding."""
-    with _errors_in_words():
+    with errors_in_words():
         import torch
 
         from hf_dflow.bench.lossless import FAULT, compare_with_plain
@@ -123,7 +112,7 @@ def probe(
     threads: ThreadsOption = None,
 ) -> None:
     """Say how much the reuse of rejected rows could win at most, for any DFlash or DFlow drafter, by task."""
-    with _errors_in_words():
+    with errors_in_words():
         from hf_dflow.bench import probe as bench
         from hf_dflow.bench.runners import load_pair, use_threads
         from hf_dflow.bench.workloads import HELD_OUT, read_prompts
@@ -140,7 +129,7 @@ def probe(
 @app.command()
 def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) -> None:
     """Show what a drafter was made for."""
-    with _errors_in_words():
+    with errors_in_words():
         import hf_dflow
 
         model = hf_dflow.DFlowDrafter.from_pretrained(drafter)
@@ -161,10 +150,12 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) ->
         Console().print(table)
 
 
-app.command()(_errors_in_words()(hub.drafters))
-app.command()(_errors_in_words()(hub.export))
-app.command()(_errors_in_words()(training.data))
-app.command()(_errors_in_words()(training.train))
+app.command()(errors_in_words()(hub.drafters))
+app.command()(errors_in_words()(hub.export))
+app.command()(errors_in_words()(hub.publish))
+app.add_typer(hub.card, name="card")
+app.command()(errors_in_words()(training.data))
+app.command()(errors_in_words()(training.train))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The drafter: a DFlash backbone (arXiv 2602.06036) and DFlow's verifier relay (arXiv 2609.06498)."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from hf_dflow.cards import make_card
 from hf_dflow.checkpoints import load_drafter
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
+from hf_dflow.custom_generate import write_custom_generate
 from hf_dflow.dflash2 import BlockConvolution, CandidateSelector
 from hf_dflow.errors import DrafterWeightsError
 from hf_dflow.hub import drafter_for
+from hf_dflow.publish import publish
 
 # (layer index, keys [B, KV, L, D], values [B, KV, L, D]) of the block -> the same for all that the block may attend to,
 # the block's own rows last. Serving, training and transformers' native loop differ in nothing but this function.
@@ -182,6 +186,44 @@ class DFlowDrafter(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """As in transformers, for every format that [`~hf_dflow.checkpoints.load_drafter`] knows."""
         return load_drafter(cls, super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory, *args, repository: str | None = None, **kwargs
+    ) -> None:
+        """As in transformers, safetensors only; beside config and weights it writes what a published drafter needs.
+
+        That is `custom_generate/`, and a model card for its maker to finish unless there is one.
+
+        Args:
+            save_directory (`str` or `Path`): Folder, made where it does not exist.
+            repository (`str`, *optional*): Under which name it will be published.
+            args, kwargs: As in transformers.
+        """
+        if kwargs.pop("push_to_hub", False):
+            raise ValueError("push_to_hub=True is not taken by save_pretrained; call drafter.push_to_hub(…) instead.")
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            write_custom_generate(save_directory, repository)
+            card = Path(save_directory) / "README.md"
+            if not card.exists():
+                card.write_text(make_card(self, repository), encoding="utf-8")
+
+    def push_to_hub(self, repo_id: str, *, card: str | Path, **kwargs) -> Any:  # type: ignore[override]
+        """Publish this drafter with a finished model card.
+
+        Args:
+            repo_id (`str`): `"owner/name"`; made where it does not exist.
+            card (`str` or `Path`): The card's text or file. `hf-dflow card new` makes one to finish.
+            kwargs: As in [`~hf_dflow.publish.publish`].
+
+        Returns:
+            huggingface_hub's `CommitInfo`, `None` with `dry_run=True`.
+
+        Raises:
+            [`~hf_dflow.publish.CardError`]: The card is not ready.
+        """
+        text = card if isinstance(card, str) and "\n" in card else Path(card).read_text(encoding="utf-8")
+        return publish(self, repo_id, text, **kwargs)[1]
 
     @classmethod
     def for_target(cls, target: Any, **kwargs):

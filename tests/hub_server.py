@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from hf_dflow import __version__
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -64,14 +66,28 @@ class Hub:
             "HF_TOKEN": "hf_test",
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(_installed(home))]),
             **({"HF_HUB_OFFLINE": "1"} if offline else {}),
         }
         done = subprocess.run(
-            [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", script, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=500,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+
+def _installed(home: Path) -> Path:
+    """A folder that says hf-dflow is installed, for runs from a source tree: `requirements.txt` is checked by that."""
+    folder = home / "site"
+    record = folder / f"hf_dflow-{__version__}.dist-info"
+    record.mkdir(parents=True, exist_ok=True)
+    (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hf-dflow\nVersion: {__version__}\n")
+    return folder
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -243,7 +243,14 @@ def test_round_trip_through_own_format_is_bit_equal(use_relay, tmp_path, target)
     drafter = DFlowDrafter.from_pretrained(tmp_path / "theirs", use_relay=use_relay)
     drafter.save_pretrained(tmp_path / "ours")
     assert json.loads((tmp_path / "ours/config.json").read_text())["model_type"] == "dflow_drafter"
-    assert {file.suffix for file in (tmp_path / "ours").iterdir()} == {".json", ".safetensors"}
+    files = {str(file.relative_to(tmp_path / "ours")) for file in (tmp_path / "ours").rglob("*") if file.is_file()}
+    assert files == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        "custom_generate/generate.py",
+        "custom_generate/requirements.txt",
+    }
     logits = our_logits(drafter, target, features_of(CONTEXT))
     for loaded in (DFlowDrafter.from_pretrained(tmp_path / "ours"), AutoModel.from_pretrained(tmp_path / "ours")):
         assert isinstance(loaded, DFlowDrafter) and (loaded.relay is not None) == use_relay

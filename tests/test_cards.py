@@ -1,0 +1,117 @@
+"""Model cards: what a finished one holds, what is said of one that lacks it, and figures that are those measured."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from kit import tiny_drafter, tiny_target
+from typer.testing import CliRunner
+
+from hf_dflow import cli
+from hf_dflow.cards import FILL_IN, SECTIONS, check_card, make_card
+from hf_dflow.hub import BUNDLED
+
+ROOT = Path(__file__).parent.parent
+CARDS = ROOT / "model_cards"
+SMOLLM2 = (CARDS / "smollm2-135m-instruct-b8.md").read_text(encoding="utf-8")
+CONTESTANTS = {"DFlash (relay off)": "dflash", "DFlow": "dflow"}
+
+
+def measured(name):
+    return json.loads((ROOT / "docs" / "results" / f"eval-{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_every_bundled_drafter_has_a_finished_card(name):
+    """Bug: a card that the Hub would refuse, or that does not say what the figures were measured under."""
+    assert check_card((CARDS / f"{name}.md").read_text(encoding="utf-8")) == []
+
+
+BROKEN = {
+    "no front matter": (lambda text: text.split("---", 2)[2], "front matter"),
+    "broken YAML": (lambda text: text.replace("license: apache-2.0", "license: [apache"), "cannot be read"),
+    "no metrics": (lambda text: re.sub(r"    metrics:\n(?:    .*\n){3}", "", text), "cannot be read"),
+    "no licence": (lambda text: text.replace("license: apache-2.0\n", ""), "license"),
+    "another library": (lambda text: text.replace("library_name: hf_dflow", "library_name: other"), "library_name"),
+    "no base model": (lambda text: re.sub(r"base_model: .*\n", "", text), "base_model"),
+    "a tag less": (lambda text: text.replace("- dflow\n", ""), "dflow"),
+    "no figure": (lambda text: text.replace("type: tokens_per_step", "type: accuracy"), "tokens_per_step"),
+    "no table": (lambda text: text.replace("|---", "|"), "a table"),
+    "no conditions": (lambda text: re.sub("(?i)greedy|temperature", "", text), "conditions"),
+    "no versions": (lambda text: text.replace("transformers 5.24.0", ""), "versions of transformers"),
+    "a mark left": (lambda text: text + "[fill in: this]", "1 place(s)"),
+    "a path": (lambda text: text + "\nsee /home/somebody/drafter\n", "machine"),
+    **{
+        f"no {title}": (lambda text, title=title: text.replace(f"## {title}\n", f"### {title}\n"), f"## {title}")
+        for title in SECTIONS
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_a_card_lacks_is_said(case, tmp_path):
+    """Bug: a card without licence, conditions or limits is published."""
+    change, named = BROKEN[case]
+    broken = change(SMOLLM2)
+    assert broken != SMOLLM2
+    problems = check_card(broken)
+    assert any(named in problem for problem in problems)
+    (tmp_path / "README.md").write_text(broken, encoding="utf-8")
+    done = CliRunner().invoke(cli.app, ["card", "check", str(tmp_path)])
+    assert done.exit_code == 1 and named in done.output
+
+
+def test_the_template_makes_a_card_that_only_its_maker_can_finish():
+    """Bug: a generated card that passes for a finished one, or that nobody can finish."""
+    drafter = tiny_drafter(tiny_target(), target_name="org/target", chat_mode="thinking")
+    text = make_card(drafter, "org/drafter", "apache-2.0")
+    card = ModelCard(text)
+    assert card.data.base_model == "org/target" and card.data.license == "apache-2.0"
+    assert 'from_pretrained("org/drafter"' in text and "Asked in the mode: thinking." in text and "{{" not in text
+    problems = check_card(text)
+    assert any("filled in" in problem for problem in problems)
+    finished = re.sub(r"\[fill in: [^]]*\]", "greedy, said", text)
+    index = ModelCard(SMOLLM2).data
+    card = ModelCard(finished)
+    card.data.model_name, card.data.eval_results = index.model_name, index.eval_results
+    assert check_card(str(card)) == [] and FILL_IN not in str(card)
+
+
+def test_the_template_is_the_packages():
+    """Bug: two templates that drift apart."""
+    template = (CARDS / "_template.md").read_text(encoding="utf-8")
+    assert template == (ROOT / "hf_dflow" / "card_template.md").read_text(encoding="utf-8")
+    assert all(f"## {title}\n" in template for title in SECTIONS)
+
+
+def test_the_cards_figures_are_those_measured():
+    """Bug: a new measurement and an old card."""
+    rows = [
+        line for line in SMOLLM2.splitlines() if line.startswith("| 16 held out") or line.startswith("| 24 of other")
+    ]
+    results = ModelCard(SMOLLM2).data.eval_results
+    for row, name, result in zip(rows, ("training-kinds", "other-kinds"), results, strict=True):
+        record = measured(name)
+        found = record["modes"]["T=0"]["all"]["contestants"]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        for cell, contestant in zip(cells[1:3], ("dflash", "dflow"), strict=True):
+            tokens = found[contestant]["tokens_per_step"]
+            low, high = tokens["interval_95"]
+            assert cell == f"{tokens['value']:.2f} [{low:.2f}, {high:.2f}]"
+        assert result.metric_value == pytest.approx(found["dflow"]["tokens_per_step"]["value"], abs=0.005)
+        versions = record["conditions"]["versions"]
+        hardware = SMOLLM2.split("## Hardware and versions")[1]
+        assert f"transformers {versions['transformers']}" in hardware and record["conditions"]["cpu"] in hardware
+        assert f"torch {versions['torch'].split('+')[0]}" in hardware
+        assert f"{record['conditions']['prompts']} " in cells[0]
+
+
+def test_the_tiny_pairs_figures_are_those_measured():
+    text = (CARDS / "tiny-airports-b8.md").read_text(encoding="utf-8")
+    corpus = json.loads((ROOT / "docs" / "results" / "lab-airports.json").read_text())["corpora"]["airports-b8"]
+    row = text.split("|---|---|---|\n")[1].splitlines()[0]
+    kinds = ("dflow", "dflow, relay off", "dflash")
+    assert row == "| " + " | ".join(f"{corpus[kind]['tokens_per_step_by_seed'][1]:.2f}" for kind in kinds) + " |"
+    assert ModelCard(text).data.eval_results[0].metric_value == 4.75

@@ -1,0 +1,138 @@
+"""Which pairs are refused, which are warned of once, and which pass: before anything is computed."""
+
+import json
+
+import pytest
+import torch
+from kit import dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target, tiny_tokenizer
+from transformers import LlamaConfig
+
+from hf_dflow import PairMismatchError, check_pair, tokenizer_fingerprint
+from hf_dflow.generation import pair
+
+REVISION = "a" * 40
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What is warned of; each text counts once, as `warning_once` has it."""
+    said = []
+    monkeypatch.setattr(pair.logger, "warning_once", lambda text: said.append(text) if text not in said else None)
+    return said
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"hidden_size": 24, "target_hidden_size": 24}, "hidden size 32"),
+        ({"target_layer_ids": [0, 9], "num_target_layers": None}, "layer 9"),
+        ({"target_layer_ids": [0], "num_target_layers": 3}, "3 layers"),
+        ({"vocab_size": 100, "mask_token_id": 99}, "mask_token_id 99"),
+    ],
+)
+def test_what_cannot_work_is_refused(fields, named, target):
+    """Bug: a size that fails deep in the loop, or reads rows that are not there."""
+    drafter = tiny_drafter(target, **fields)
+    with pytest.raises(PairMismatchError, match=named):
+        dflow_greedy(target, drafter, prompt_of(5), max_new_tokens=4)
+
+
+def named_target(name="org/target", commit=REVISION, **overrides):
+    target = tiny_target(**overrides)
+    target.config._name_or_path, target.config._commit_hash = name, commit
+    return target
+
+
+RECORDED = {"target_name": "org/target", "target_revision": REVISION, "chat_mode": "non-thinking"}
+SLOW = {
+    "another name": ({"name": "org/other"}, {}, "made for org/target, the target is org/other"),
+    "another revision": ({"commit": "b" * 40}, {}, "revision " + REVISION),
+    "another mode": ({}, {"chat_mode": "thinking"}, "'non-thinking', asked for is 'thinking'"),
+    "another tokenizer": ({}, {"tokenizer": True}, "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_what_will_only_be_slow_is_warned_of_once(case, warnings):
+    """Bug: a drafter of another target drafts badly and nobody learns why, or is refused though the text is right."""
+    changes, asked, named = SLOW[case]
+    target = named_target(**changes)
+    drafter = tiny_drafter(target, tokenizer_fingerprint="0" * 16, **RECORDED)
+    if "tokenizer" in asked:
+        asked = {"tokenizer": tiny_tokenizer()}
+    for _ in range(2):
+        check_pair(target, drafter, **asked)
+    assert len(warnings) == 1 and named in warnings[0]
+
+
+def test_a_pair_that_fits_is_silent(warnings, tmp_path, monkeypatch):
+    """Bug: a warning for a folder's name, for a mode or tokenizer nobody asked about, for what the drafter lacks."""
+    tokenizer = tiny_tokenizer()
+    target = named_target()
+    drafter = tiny_drafter(target, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer), **RECORDED)
+    check_pair(target, drafter, tokenizer, "non-thinking")
+    check_pair(target, drafter)
+    for name in (str(tmp_path), "./models/other", "plain"):
+        target.config._name_or_path = name
+        check_pair(target, drafter)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "copy").mkdir()
+    monkeypatch.chdir(tmp_path)
+    target.config._name_or_path = "my/copy"
+    check_pair(target, drafter)
+    check_pair(named_target("org/any"), tiny_drafter(target))
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    "drafter_size, target_size, is_padding",
+    [(151936, 152064, True), (151936, 151669, True), (120, 128, True), (32000, 128256, False), (49152, 49664, False)],
+)
+def test_padding_and_another_vocabulary_are_told_apart(drafter_size, target_size, is_padding):
+    """Bug: "different tokenizers" for one vocabulary in two paddings, or silence about two vocabularies."""
+    ours, target = LlamaConfig(vocab_size=drafter_size), LlamaConfig(vocab_size=target_size)
+    assert pair._may_be_padding(ours, target) is is_padding
+
+
+def test_an_equal_fingerprint_settles_the_vocabulary(warnings):
+    """Bug: a warning about sizes though the tokenizer is known to be the same."""
+    target, tokenizer = named_target(vocab_size=600), tiny_tokenizer()
+    drafter = tiny_drafter(target, vocab_size=64, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
+    check_pair(target, drafter, tokenizer)
+    assert warnings == []
+    check_pair(target, drafter)
+    assert "knows 64 tokens, the target 600" in warnings[0]
+
+
+def test_the_fingerprint_is_of_ids_and_tokens():
+    """Bug: a digest that depends on the order of a dict, or does not see that two tokens changed places."""
+    tokenizer = tiny_tokenizer()
+    vocab = tokenizer.get_vocab()
+
+    class Other:
+        def __init__(self, vocab):
+            self.vocab = vocab
+
+        def get_vocab(self):
+            return self.vocab
+
+    reordered = Other(dict(sorted(vocab.items(), key=lambda item: -item[1])))
+    swapped = Other({**vocab, "a": vocab["b"], "b": vocab["a"]})
+    assert tokenizer_fingerprint(reordered) == tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(swapped)
+    assert json.dumps(tokenizer_fingerprint(tokenizer))
+
+
+@pytest.mark.parametrize("drafter_size, padded", [(56, 64), (64, 72)])
+def test_a_padded_vocabulary_decodes_to_the_same_text(drafter_size, padded, warnings):
+    """F6: an error for 120 against 128 rows; a padded id proposed; a target's token that is never reached."""
+    target, prompt = tiny_target(vocab_size=padded), prompt_of(9)
+    target.get_output_embeddings().weight[:, 0] += 0.2
+    drafter = tiny_drafter(target, vocab_size=drafter_size, mask_token_id=drafter_size - 1)
+    out = dflow_greedy(target, drafter, prompt, max_new_tokens=24)
+    text = plain_greedy(target, prompt, 24)
+    assert torch.equal(out.sequences, text) and warnings == []
