@@ -137,7 +137,7 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) ->
         table = Table("property", "value")
         relay_is_active = model.relay is not None and bool(model.relay.down_proj.weight.any())
         properties = {
-            "block size": f"{config.block_size} ({config.block_size - 1} drafts a step)",
+            "block size": f"{config.block_size} ({config.drafts_per_block} drafts a step)",
             "draft layers": ", ".join(config.layer_types),
             "parameters": f"{sum(p.numel() for p in model.parameters()):,} ({config.dtype})",
             "relay": "trained" if relay_is_active else "at zero" if model.relay is not None else "none",

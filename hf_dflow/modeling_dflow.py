@@ -208,12 +208,15 @@ class DFlowDrafter(PreTrainedModel):
             if not card.exists():
                 card.write_text(make_card(self, repository), encoding="utf-8")
 
-    def push_to_hub(self, repo_id: str, *, card: str | Path, **kwargs) -> Any:  # type: ignore[override]
-        """Publish this drafter with a finished model card.
+    def push_to_hub(  # type: ignore[override]
+        self, repo_id: str, *, card: str | Path | None = None, **kwargs
+    ) -> Any:
+        """Publish this drafter.
 
         Args:
             repo_id (`str`): `"owner/name"`; made where it does not exist.
-            card (`str` or `Path`): The card's text or file. `hf-dflow card new` makes one to finish.
+            card (`str` or `Path`, *optional*):
+                The finished card's text or file. Without one the template goes along, its marks to be filled in there.
             kwargs: As in [`~hf_dflow.publish.publish`].
 
         Returns:
@@ -222,8 +225,9 @@ class DFlowDrafter(PreTrainedModel):
         Raises:
             [`~hf_dflow.publish.CardError`]: The card is not ready.
         """
-        text = card if isinstance(card, str) and "\n" in card else Path(card).read_text(encoding="utf-8")
-        return publish(self, repo_id, text, **kwargs)[1]
+        if card is not None and not (isinstance(card, str) and "\n" in card):
+            card = Path(card).read_text(encoding="utf-8")
+        return publish(self, repo_id, card, **kwargs)[1]
 
     @classmethod
     def for_target(cls, target: Any, **kwargs):

@@ -25,18 +25,19 @@ class Upload:
 
 
 @contextmanager
-def staged(drafter: Any, repository: str, card: str) -> Iterator[Path]:
-    """A temporary folder laid out as the repository will be.
+def staged(drafter: Any, repository: str, card: str | None) -> Iterator[Path]:
+    """A temporary folder laid out as the repository will be; without a card, the template's goes there.
 
     Raises:
         [`CardError`]: Listing what the card lacks; nothing is written.
     """
-    problems = check_card(card)
+    problems = [] if card is None else check_card(card)
     if problems:
         raise CardError(f"the model card is not ready: {'; '.join(problems)}. `hf-dflow card check` shows this list.")
     folder = Path(tempfile.mkdtemp())
     try:
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
         drafter.save_pretrained(folder, repository=repository)
         yield folder
     finally:
@@ -52,7 +53,7 @@ def uploads(folder: Path) -> list[Upload]:
 def publish(
     drafter: Any,
     repository: str,
-    card: str,
+    card: str | None,
     *,
     token: str | bool | None = None,
     private: bool | None = None,
@@ -66,7 +67,7 @@ def publish(
     Args:
         drafter (`DFlowDrafter`): With its configuration complete.
         repository (`str`): `"owner/name"`.
-        card (`str`): Text of the model card.
+        card (`str`, *optional*): Text of the finished model card; `None` sends the template's, with its marks.
         token, private, revision, create_pr, message: As in `huggingface_hub.HfApi.upload_folder`.
         dry_run (`bool`): Only say what would be uploaded; nothing is sent.
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-import transformers.utils.hub
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 from kit import MASK_TOKEN_ID, OracleDrafter, dflow_greedy, plain_greedy, prompt_of, scripted, tiny_drafter, tiny_target
 from safetensors.torch import load_file
@@ -79,19 +78,14 @@ def test_what_is_pushed_is_safetensors(monkeypatch):
     """F2: a pickle among the files of a published drafter."""
     pushed = []
 
-    class Api:
-        def create_repo(self, repo_id, **kwargs):
-            return type("Url", (), {"repo_id": repo_id})()
+    def upload(self, *, folder_path, **kwargs):
+        pushed.extend(file.name for file in folder_path.rglob("*") if file.is_file())
 
-        def create_commit(self, repo_id, operations, **kwargs):
-            pushed.extend(operation.path_in_repo for operation in operations)
-
-    for name in ("create_repo", "create_commit"):
-        monkeypatch.setattr(transformers.utils.hub, name, getattr(Api(), name), raising=False)
-    monkeypatch.setattr(transformers.utils.hub, "hf_api", Api, raising=False)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
     tiny_drafter(tiny_target()).push_to_hub("org/drafter")
     assert {"config.json", "model.safetensors"} <= set(pushed)
-    assert {Path(name).suffix for name in pushed} <= {".json", ".safetensors", ".md"}
+    assert {Path(name).suffix for name in pushed} <= {".json", ".safetensors", ".md", ".py", ".txt"}
 
 
 # -- one commit, the caller's access, no network unasked (F3)
@@ -164,6 +158,8 @@ def test_no_network_with_local_files_only(hub, monkeypatch):
     assert drafter.config.output_multiplier == 1.0 and attempts == []
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     DFlowDrafter.from_pretrained("org/drafter", **options)
+    assert attempts == []  # a commit never changes
+    DFlowDrafter.from_pretrained("org/drafter", cache_dir=hub)
     assert attempts  # without the option it would have asked
 
 

@@ -26,6 +26,8 @@ def convert_config(raw: Mapping[str, Any], path: str, stored: Mapping[str, Any],
     Raises:
         [`DrafterConfigError`]: A value of the wrong type.
     """
+    if "vocab_size" not in {**raw, **overrides}:  # null is an answer, the target's; no key at all is none
+        raise DrafterConfigError(f"{path}/config.json: 'vocab_size' is missing and has no safe default; add it.")
     fields = {key: raw[key] for key in DFlowDrafterConfig.__annotations__ if key in raw}
     return make_config(path, {**fields, "dtype": raw.get("dtype", raw.get("torch_dtype"))}, overrides)
 
