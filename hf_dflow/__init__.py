@@ -17,7 +17,7 @@ from hf_dflow.generation.configuration import DFlowGenerationConfig
 from hf_dflow.generation.decoder import DFlowDecoder
 from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.output import GenerateDFlowOutput
-from hf_dflow.generation.pair import check_pair, tokenizer_fingerprint
+from hf_dflow.generation.pair import check_pair, record_target, tokenizer_fingerprint
 from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.generation.strategy import install, uninstall
 from hf_dflow.modeling_dflow import DFlowDrafter
@@ -46,6 +46,7 @@ __all__ = [
     "__version__",
     "check_pair",
     "install",
+    "record_target",
     "tokenizer_fingerprint",
     "uninstall",
 ]

@@ -82,6 +82,7 @@ def check(
         from hf_dflow.bench.lossless import FAULT, compare_with_plain
         from hf_dflow.bench.runners import load_pair, use_threads
         from hf_dflow.bench.workloads import DEMO, read_prompts
+        from hf_dflow.generation.pair import check_pair
 
         use_threads(threads)
         types = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -90,6 +91,7 @@ def check(
         target, drafter, own_prompts = _given_or_tiny(tiny, target, drafter)
         workload = read_prompts(prompts or own_prompts or DEMO)
         pair = load_pair(target, drafter, types[dtype])
+        check_pair(pair.target, pair.drafter, pair.tokenizer)
         reports = []
         for prompt in workload:
             report = compare_with_plain(pair.target, pair.drafter, pair.encode(prompt.text), max_new_tokens)

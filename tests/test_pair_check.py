@@ -7,7 +7,7 @@ import torch
 from kit import dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import LlamaConfig
 
-from hf_dflow import PairMismatchError, check_pair, tokenizer_fingerprint
+from hf_dflow import DFlowDrafter, PairMismatchError, check_pair, record_target, tokenizer_fingerprint
 from hf_dflow.generation import pair
 
 REVISION = "a" * 40
@@ -68,6 +68,23 @@ def test_what_will_only_be_slow_is_warned_of_once(case, warnings):
     for _ in range(2):
         check_pair(target, drafter, **asked)
     assert len(warnings) == 1 and named in warnings[0]
+
+
+def test_what_is_recorded_is_what_is_compared(warnings, tmp_path):
+    """Bug: a drafter saved without what the check needs, or with the name of a folder on its maker's machine."""
+    target, tokenizer = named_target(), tiny_tokenizer()
+    drafter = tiny_drafter(target, num_target_layers=None)
+    record_target(drafter, target, tokenizer, "thinking")
+    drafter.save_pretrained(tmp_path)
+    loaded = DFlowDrafter.from_pretrained(tmp_path)
+    check_pair(target, loaded, tokenizer, "thinking")
+    assert warnings == [] and loaded.config.num_target_layers == 4
+    assert (loaded.config.target_name, loaded.config.target_revision) == ("org/target", REVISION)
+    check_pair(named_target("org/other"), loaded, tokenizer, "raw")
+    assert len(warnings) == 2
+    target.config._name_or_path = str(tmp_path)
+    record_target(drafter, target)
+    assert drafter.config.target_name == "org/target" and drafter.config.chat_mode == "thinking"
 
 
 def test_a_pair_that_fits_is_silent(warnings, tmp_path, monkeypatch):

@@ -63,6 +63,28 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
+def record_target(
+    drafter: DFlowDrafter, model: PreTrainedModel, tokenizer: Any = None, chat_mode: str | None = None
+) -> None:
+    """Write into a drafter's configuration what [`check_pair`] will compare; save or publish it afterwards.
+
+    Args:
+        drafter (`DFlowDrafter`): The drafter.
+        model (`PreTrainedModel`): The target it was made for. A folder's name is not recorded, as it means nothing
+            elsewhere.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
+        chat_mode (`str`, *optional*): How its answers were collected: "thinking", "non-thinking", "chat" or "raw".
+    """
+    config, name = drafter.config, getattr(model.config, "_name_or_path", None)
+    config.num_target_layers = model.config.get_text_config().num_hidden_layers
+    if _is_repository(name):
+        config.target_name = name
+        config.target_revision = getattr(model.config, "_commit_hash", None)
+    if tokenizer is not None:
+        config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
+    config.chat_mode = chat_mode or config.chat_mode
+
+
 def _slow(model: PreTrainedModel, target: Any, ours: Any, tokenizer: Any, chat_mode: str | None) -> list[str]:
     """What differs without making decoding impossible."""
     found = []
