@@ -75,7 +75,7 @@ class Hub:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=1500,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

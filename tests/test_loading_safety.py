@@ -113,7 +113,7 @@ def wrong_type(path):
 
 CONFIG, WEIGHTS = DrafterConfigError, DrafterWeightsError
 CASES = {
-    "no folder content": (lambda path: [one.unlink() for one in path.iterdir()], CONFIG, "config.json"),
+    "no configuration": (lambda path: (path / "config.json").unlink(), CONFIG, "config.json"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), WEIGHTS, "safetensors"),
     "empty file": (truncated(0), WEIGHTS, "cannot read"),
     "cut in the header": (truncated(60), WEIGHTS, "cannot read"),
