@@ -62,7 +62,7 @@ print(json.dumps({
 def drafter():
     """It knows most of what the target says after the script's prompt."""
     target, prompt = tiny_target(dtype=torch.float32), torch.arange(1, 13)[None]
-    drafter = tiny_drafter(target, target_name="org/target")
+    drafter = tiny_drafter(target, relay="zero", target_name="org/target")
     memorize(drafter, target, plain_greedy(target, prompt, 40), prompt_length=12)
     return drafter
 
