@@ -73,6 +73,34 @@ def test_impossible_spans_are_refused_with_their_line(tmp_path, spans):
         read_rows(path)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt_ids": "abc", "answer_ids": [3, 4, 5]},
+        {"prompt_ids": [1, 2], "answer_ids": [8, -1, 3]},
+        {"prompt_ids": [1, 2], "answer_ids": [8.5, 9, 3]},
+        {"prompt_ids": [[1], [2]], "answer_ids": [8, 9, 3]},
+        {"prompt_ids": [1, 2], "answer_ids": [8, 9, 3], "prompt": 5},
+        {"prompt_ids": [1, 2], "answer_ids": [8, 9, 3], "temperature": "hot"},
+        {"token_ids": [1, 2, 3, 4, 5, 6], "spans": [[1.0, 5.0]]},
+    ],
+)
+def test_values_of_another_kind_are_refused_with_their_line(tmp_path, wrong):
+    """Bug: text in a list's place counts as supervised tokens, and the run fails after the target was loaded."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(record(5)) + "\n" + json.dumps(wrong) + "\n")
+    with pytest.raises(DFlowError, match="line 2"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_a_file_that_is_no_text_is_named(tmp_path, name):
+    """Bug: words of a codec without the file that they are about."""
+    (tmp_path / name).write_bytes(b"\xff\xfe\x00binary")
+    with pytest.raises(DFlowError, match=name):
+        read_rows(tmp_path / name)
+
+
 @pytest.mark.parametrize(("left", "missing"), [("answer_ids", "prompt_ids"), ("token_ids", "spans")])
 def test_a_missing_key_is_named(tmp_path, left, missing):
     """Bug: the message ends in a bare quoted word, which does not say what about it."""

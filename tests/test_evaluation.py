@@ -268,6 +268,11 @@ def test_other_drafters_are_compared_side_by_side(target, tmp_path):
         ("mine, relay off", False),
     ]
     assert found[1].model is found[2].model and found[1].model.fc.weight.equal(drafter.fc.weight)
+    with pytest.raises(DFlowError, match="is not one of"):  # both would be called "x, relay off"
+        eval_drafter.contestants_of(pair, None, 7, [f"x, relay off={tmp_path}/mine", f"x={tmp_path}/mine"])
+    for temperature in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(DFlowError, match="--temperature"):
+            eval_drafter.modes_of([temperature], ["token"])
     for wrong in ("mine", f"={tmp_path}/mine", f"dflash={tmp_path}/mine", f"plain={tmp_path}/mine", "mine="):
         with pytest.raises(DFlowError, match="give NAME=FOLDER with a name that is not one of"):
             eval_drafter.contestants_of(pair, None, 7, [wrong])

@@ -77,13 +77,22 @@ def test_points_of_both_kinds_of_records_become_one_picture(tmp_path):
         ((), "0 points are no curve"),
         (("--pair", "real=a.json"), "give NAME=EVALUATION.json,PROBE.json"),
         (("--lab", "missing.json"), "missing.json: no JSON record"),
+        (("--lab", "other.json"), "other.json: no record of the kind"),
     ],
 )
 def test_what_gives_no_curve_is_said(tmp_path, options, words):
     """Bug: an empty picture, or a traceback about a key."""
+    (tmp_path / "other.json").write_text('{"corpora": {"records": {"tasks": {"easy": {}}}}}')
+    options = [str(tmp_path / one) if one == "other.json" else one for one in options]
     error = follow(tmp_path / "curve.json", *options).exception
     assert isinstance(error, DFlowError) and words in str(error)
     assert not (tmp_path / "curve.json").exists()
+
+
+def test_a_picture_is_not_written_over_its_record(tmp_path):
+    """Bug: asked for curve.png, the figures are written there first and then the picture over them."""
+    assert "ends in .json" in str(follow(tmp_path / "curve.png").exception)
+    assert follow(tmp_path / "missing" / "curve.json").exit_code == 2
 
 
 def test_records_without_a_common_task_are_refused():

@@ -1,6 +1,7 @@
 """The bundled drafter's recipe: it can be followed, for any target, and all kinds of drafters get the same."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from typer.testing import CliRunner
 
 from hf_dflow import DFlowDrafter
 from hf_dflow.bench import rebuild
-from hf_dflow.training import run
+from hf_dflow.errors import DFlowError
+from hf_dflow.training.trainer import Trainer
 
 STAGE = {"updates": 2, "rows_per_update": 2, "anchors_per_row": 4}
 
@@ -45,19 +47,15 @@ def recipe(tmp_path):
 
 
 def test_every_kind_starts_from_one_trunk_and_what_is_done_is_not_done_again(target, recipe, tmp_path, monkeypatch):
-    """Bug: a kind is trained from scratch, the trunk is trained again for each, or the relay is missing."""
-    trained, honest = [], run.train
-    monkeypatch.setattr(
-        run,
-        "train",
-        lambda *rest, **options: trained.append((rest[2].name, options["start_from"])) or honest(*rest, **options),
-    )
+    """Bug: a kind is trained from scratch, the trunk is trained again for each, the relay is missing, or a drafter that
+    was made with other settings passes for the one that was asked for."""
+    updates, honest = [], Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self, *rest: updates.append(self.output.name) or honest(self, *rest))
     output = tmp_path / "out"
     for kind in ("dflow", "dflash", "dflash"):
         result = follow(output, "--target", target, "--recipe", recipe, "--kind", kind)
         assert result.exit_code == 0, (result.output, result.exception)
-    trunk = str(output / "trunk" / "drafter")
-    assert trained == [("trunk", None), ("dflow", trunk), ("dflash", trunk)]
+    assert updates == ["trunk"] * 4 + ["dflow"] * 2 + ["dflash"] * 2
     drafters = {kind: DFlowDrafter.from_pretrained(output / kind / "drafter") for kind in ("trunk", "dflow", "dflash")}
     assert {kind: one.relay is not None for kind, one in drafters.items()} == {
         "trunk": False,
@@ -67,7 +65,37 @@ def test_every_kind_starts_from_one_trunk_and_what_is_done_is_not_done_again(tar
     assert drafters["dflow"].relay.down_proj.weight.any() and drafters["dflow"].config.block_size == 4
     weights = [one.fc.weight.float() for one in drafters.values()]
     assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
-    assert "use one of dflow, dflash" in str(follow(output, "--recipe", recipe, "--kind", "other").exception)
+    told = follow(output, "--target", target, "--recipe", recipe, "--kind", "dflash", "--updates", "5").exception
+    assert isinstance(told, DFlowError) and "configuration" in str(told)
+    shutil.rmtree(output / "trunk")
+    again = follow(output, "--target", target, "--recipe", recipe, "--kind", "dflash", "--trunk-updates", "2")
+    assert isinstance(again.exception, DFlowError) and "begun from another trunk" in str(again.exception)
+
+
+def without(record, key):
+    return {name: value for name, value in record.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda recipe: [], "no recipe with"),
+        (lambda recipe: without(recipe, "kinds"), "no recipe with"),
+        (lambda recipe: without(recipe, "common"), "a recipe needs common"),
+        (lambda recipe: {**recipe, "answers": [without(recipe["answers"][0], "batch")]}, "a recipe needs common"),
+        (lambda recipe: {**recipe, "answers": recipe["answers"] * 2}, "names that differ"),
+        (lambda recipe: {**recipe, "kinds": {"../out": recipe["kinds"]["dflow"]}}, "names of letters"),
+        (lambda recipe: {**recipe, "kinds": {"trunk": recipe["kinds"]["dflow"]}}, "names of letters"),
+        (lambda recipe: {**recipe, "trunk": {**recipe["trunk"], "distillation": 0.5}}, "all need distillation"),
+        (lambda recipe: {**recipe, "kinds": {"other": recipe["kinds"]["dflow"]}}, "use one of other"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_before_anything_is_asked(recipe, tmp_path, change, words):
+    """Bug: a traceback, a file outside the output folder, or hours of training before a part turns out not to fit."""
+    recipe.write_text(json.dumps(change(json.loads(recipe.read_text()))))
+    told = follow(tmp_path / "out", "--recipe", recipe, "--kind", "dflow").exception
+    assert isinstance(told, DFlowError) and words in str(told)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_bundled_recipe_gives_all_kinds_the_same():

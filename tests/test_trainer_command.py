@@ -18,6 +18,7 @@ from hf_dflow import DFlowDrafter
 from hf_dflow.cli import app
 from hf_dflow.training import checkpoint
 from hf_dflow.training.config import PRESETS
+from hf_dflow.training.trainer import Trainer, Update
 
 ROOT = Path(__file__).parent.parent
 PROMPT_LENGTH, NEW_TOKENS = 4, 20
@@ -162,6 +163,22 @@ def test_mistakes_end_in_words_before_anything_is_loaded(files, tmp_path, monkey
     monkeypatch.setattr(run, "load_frozen_target", lambda *arguments: pytest.fail("loaded"))
     result = train(files, tmp_path, *options)
     assert result.exit_code == 2 and message in result.output.replace("\n", " ")
+
+
+def test_rows_of_another_tokenizer_are_refused_and_a_run_that_learned_nothing_saves_nothing(
+    files, tmp_path, monkeypatch
+):
+    """Bug: an IndexError out of the target's forward; or an untrained drafter that is exported with exit code 0."""
+    row = {"prompt": "p", "prompt_ids": [1, 2], "answer_ids": [8, 9, 99999, 3]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "prompt": "q"}))
+    command = ["train", str(files / "target"), str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "a")]
+    result = CliRunner().invoke(app, [*command, "--config", str(files / "training.json"), "--held-out", "0"])
+    assert result.exit_code == 2 and "made with another tokenizer" in " ".join(result.stderr.split())
+    nothing = Update([float("nan")], 1.0, "the loss is not finite")
+    monkeypatch.setattr(Trainer, "step", lambda self, stage, rate: nothing)
+    result = train(files, tmp_path / "b", "--config", files / "training.json", "--updates", 4)
+    assert result.exit_code == 2 and "all 4 updates were skipped" in " ".join(result.stderr.split())
+    assert not (tmp_path / "b" / "drafter").exists()
 
 
 def test_two_processes_draw_different_rows_and_keep_equal_weights(tmp_path):

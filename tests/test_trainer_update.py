@@ -12,6 +12,7 @@ from hf_dflow.training.batch import RowOrder, lay_out, place_rows
 from hf_dflow.training.config import PRESETS, Stage, TrainingConfig, TrainingConfigError
 from hf_dflow.training.rounds import draft_round
 from hf_dflow.training.run_log import RunLog
+from hf_dflow.training.start import resolve
 from hf_dflow.training.trainer import learning_rate
 
 PACKING = 1e-5  # the same sums in another order, float32
@@ -115,9 +116,9 @@ def test_a_stage_may_draft_shorter_blocks_with_a_decay_of_its_own(tmp_path):
     one = short.step(Stage(1, 2, 2, 4), 1e-3).losses
     assert staged.step(Stage(1, 2, 2, 4, block_size=2), 1e-3).losses == one and len(one) == 3
     assert staged.drafter.config.block_size == 4 and not differing(weights_of(short), weights_of(staged))
-    first_slot = decayed.step(Stage(1, 0, 2, 4, loss_decay=1e-3), 1e-3).losses
+    first_slot = decayed.step(Stage(1, 0, 2, 4, loss_decay=0.01), 1e-3).losses
     plain = tiny_trainer(tmp_path / "4", **common).step(Stage(1, 0, 2, 4), 1e-3).losses
-    alone = tiny_trainer(tmp_path / "5", **common, loss_decay=1e-3).step(Stage(1, 0, 2, 4), 1e-3).losses
+    alone = tiny_trainer(tmp_path / "5", **common, loss_decay=0.01).step(Stage(1, 0, 2, 4), 1e-3).losses
     assert first_slot == alone != plain
 
 
@@ -126,6 +127,24 @@ def test_an_impossible_stage_is_refused_with_what_is_allowed(wrong):
     """Catches: a stage whose block is longer than the drafter's, which fails after hours, in its first update."""
     with pytest.raises(TrainingConfigError, match=r"stage 1: \"(block_size|loss_decay)\" is .*; give a"):
         tiny_training(stages=[Stage(1, **wrong)]).check()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss_decay": 1e-320},
+        {"loss_decay": 10**400},
+        {"seed": 2**70},
+        {"target_layer_ids": [0, 99]},
+        {"mask_token_id": 10**6},
+    ],
+)
+def test_impossible_numbers_are_refused_before_any_feature(wrong, tmp_path):
+    """Bug: an IndexError out of the target, or losses that are never finite, after the features were computed."""
+    with pytest.raises(TrainingConfigError, match=next(iter(wrong))):
+        training = tiny_training(**wrong)
+        training.check()
+        resolve(training, tiny_target("llama", dtype=torch.float32), torch.arange(5))
 
 
 def test_bfloat16_arithmetic_keeps_float32_weights(tmp_path):

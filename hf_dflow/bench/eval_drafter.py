@@ -1,6 +1,7 @@
 """`python -m hf_dflow.bench.eval_drafter`: what a drafter is worth on prompts that it was not trained on."""
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -36,8 +37,9 @@ def modes_of(temperatures: Sequence[float], rules: Sequence[str]) -> list[Mode]:
     unknown = [rule for rule in rules if rule not in SAMPLING_RULES]
     if unknown or not rules:
         raise DFlowError(f"--verification {', '.join(unknown)}: use one or more of {', '.join(SAMPLING_RULES)}")
-    if any(temperature < 0 for temperature in temperatures):
-        raise DFlowError(f"--temperature {min(temperatures):g}: use 0 for greedy decoding, or a number above 0")
+    wrong = [temperature for temperature in temperatures if not 0 <= temperature < math.inf]
+    if wrong:
+        raise DFlowError(f"--temperature {wrong[0]:g}: use 0 for greedy decoding, or a number above 0")
     return [
         Mode(temperature, rule)
         for temperature in dict.fromkeys(temperatures)
@@ -62,10 +64,11 @@ def contestants_of(
     taken = {one.name for one in contestants} | {PLAIN, CLASSIC}
     for given in others:
         name, _, folder = given.partition("=")
-        if not name or not folder or name in taken:
+        own = {name, f"{name}, relay off"}
+        if not name or not folder or own & taken:
             names = ", ".join(sorted(taken))
             raise DFlowError(f"--other {given}: give NAME=FOLDER with a name that is not one of {names}")
-        taken |= {name, f"{name}, relay off"}
+        taken |= own
         drafter = DFlowDrafter.from_pretrained(folder, dtype=pair.target.dtype).to(pair.target.device).eval()
         contestants.append(Contestant(name, drafter, use_relay=drafter.relay is not None))
         if drafter.relay is not None:

@@ -4,13 +4,16 @@ One point for each task of each pair; everything is read from committed records,
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from hf_dflow.bench.options import writable
 from hf_dflow.errors import DFlowError
 
 AXES = {
@@ -120,20 +123,24 @@ def as_markdown(points: list[Point]) -> str:
 
 
 def main(
-    output: Annotated[Path, typer.Argument(help="JSON file to write; the picture goes beside it as .png.")],
+    output: Annotated[
+        Path, typer.Argument(help="JSON file to write; the picture goes beside it as .png.", callback=writable)
+    ],
     lab: Annotated[list[Path] | None, typer.Option(help="JSON of the lab's report; repeatable.")] = None,
     pair: Annotated[
         list[str] | None, typer.Option(help="NAME=EVALUATION.json,PROBE.json of another pair; repeatable.")
     ] = None,
 ) -> None:
     """Gather the points of all records, say how the gain goes with each axis, and draw them."""
-    points = [point for path in lab or [] for point in lab_points(_read(path))]
+    if output.suffix != ".json":
+        raise DFlowError(f"{output}: give a name that ends in .json; the picture takes the same name with .png")
+    points = [point for path in lab or [] for point in _points(str(path), lab_points, _read(path))]
     for given in pair or []:
         name, _, files = given.partition("=")
         evaluation, _, probe = files.partition(",")
         if not (name and evaluation and probe):
             raise DFlowError(f"--pair {given}: give NAME=EVALUATION.json,PROBE.json")
-        points += pair_points(name, _read(Path(evaluation)), _read(Path(probe)))
+        points += _points(given, partial(pair_points, name), _read(Path(evaluation)), _read(Path(probe)))
     if len(points) < 2:
         raise DFlowError(f"{len(points)} points are no curve; give --lab or --pair with more tasks")
     found = correlations(points)
@@ -143,6 +150,13 @@ def main(
     typer.echo(as_markdown(points))
     for axis, r in found.items():
         typer.echo(f"r with {AXES[axis]}: {'none, it is the same in all' if r is None else format(r, '.2f')}")
+
+
+def _points(where: str, read: Callable[..., list[Point]], *records: dict[str, Any]) -> list[Point]:
+    try:
+        return read(*records)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DFlowError(f"{where}: no record of the kind that this option takes ({error!r})") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

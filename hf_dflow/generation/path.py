@@ -6,6 +6,8 @@ import torch
 from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessorList
 
+from hf_dflow.errors import UnsupportedGenerationError
+
 
 def _classes(*names: str) -> tuple[type, ...]:
     return tuple(getattr(lp, name) for name in names if hasattr(lp, name))
@@ -70,7 +72,15 @@ class PathProcessor:
 
     def target_row(self, prefix_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Process target logits `[B, V]` that follow `prefix_ids` `[B, T]`."""
-        return self.processors(prefix_ids, logits.clone())
+        processed = self.processors(prefix_ids, logits.clone())
+        if processed.shape != logits.shape:
+            names = ", ".join(type(processor).__name__ for processor in self.processors)
+            raise UnsupportedGenerationError(
+                f"the logits processors ({names}) made scores of shape {tuple(processed.shape)} of "
+                f"{tuple(logits.shape)}; they are asked about one row of a batch at a time, so none may hold a value "
+                "for each row. Call generate for each row."
+            )
+        return processed
 
     def target(self, path_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Process target logits `[B, N + 1, V]`; `path_ids` `[B, T + N]` are prefix and drafts. Never when lazy."""

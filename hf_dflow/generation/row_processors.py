@@ -68,9 +68,11 @@ def _encoder_ngrams(processor, row: int, batch_size: int):
 
 
 def _prefix_constraint(processor, row: int, batch_size: int):
-    # The caller's function still learns which row of the batch it is asked about.
+    # The caller's function learns which prompt it is asked about; how many rows each has, transformers 5.24 keeps here.
+    prompt = row // processor._num_beams
+
     def own_row(_, input_ids):
-        return processor._prefix_allowed_tokens_fn(row, input_ids)
+        return processor._prefix_allowed_tokens_fn(prompt, input_ids)
 
     return lp.PrefixConstrainedLogitsProcessor(own_row, 1)
 

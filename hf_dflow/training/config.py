@@ -1,6 +1,7 @@
 """Everything that a training run depends on beside data and target, as one JSON file."""
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from hf_dflow.errors import DFlowError
 PRECISIONS = ("float32", "bfloat16")
 DTYPES = ("float32", "bfloat16", "float16")
 TRAIN_ONLY = (None, "relay")
+LEAST_DECAY = 0.01  # nothing is left of the second slot's weight, and the first one's is still a number
 DECAY_OF_BLOCK = {8: 4.0, 10: 5.0, 16: 7.0}  # arXiv 2602.06036
 
 
@@ -185,8 +187,8 @@ class TrainingConfig:
             own, block = stage.block_size, self.block_size
             fits = own is None or (_is_int(own, 2) and (not isinstance(block, int) or own <= block))
             require(fits, "block_size", f"a whole number from 2 to the drafter's {block or ''}".rstrip(), stage)
-            holds = stage.loss_decay is None or _is_number(stage.loss_decay, above=0.0)
-            require(holds, "loss_decay", "a number above 0", stage)
+            holds = stage.loss_decay is None or _is_number(stage.loss_decay, LEAST_DECAY)
+            require(holds, "loss_decay", f"a number from {LEAST_DECAY}", stage)
             if self.train_only == "relay":
                 require(stage.relay_rounds > 0, "relay_rounds", 'at least 1 with "train_only": "relay"', stage)
         optional = {"num_hidden_layers": 1, "block_size": 2, "mask_token_id": 0, "draft_vocab_size": 1}
@@ -198,12 +200,13 @@ class TrainingConfig:
             require(_is_int(getattr(self, key), 1), key, "a whole number from 1")
         for key in ("log_every", "evaluate_prompts", "evaluate_tokens"):
             require(_is_int(getattr(self, key), 1), key, "a whole number from 1")
-        for key in ("other_candidates", "seed"):
-            require(_is_int(getattr(self, key), 0), key, "a whole number from 0")
+        require(_is_int(self.other_candidates, 0), "other_candidates", "a whole number from 0")
+        require(_is_int(self.seed, 0) and self.seed < 2**32, "seed", "a whole number in 0 … 2^32 - 1")
         ids = self.target_layer_ids
         is_list = ids is None or (isinstance(ids, list) and bool(ids) and all(_is_int(i, 0) for i in ids))
         require(is_list, "target_layer_ids", "a list of layer numbers; 0 is the first decoder layer")
-        require(self.loss_decay is None or _is_number(self.loss_decay, above=0.0), "loss_decay", "a number above 0")
+        holds = self.loss_decay is None or _is_number(self.loss_decay, LEAST_DECAY)
+        require(holds, "loss_decay", f"a number from {LEAST_DECAY}")
         require(_is_number(self.distillation, 0.0, 1.0), "distillation", "a number in 0 … 1")
         require(_is_number(self.max_grad_norm, above=0.0), "max_grad_norm", "a number above 0")
         width = self.relay_intermediate_size
@@ -265,4 +268,4 @@ def _is_int(value: Any, least: int) -> bool:
 def _is_number(value: Any, least: float = 0.0, most: float = float("inf"), above: float | None = None) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return least <= value <= most and value != float("inf") and (above is None or value > above)
+    return least <= value <= min(most, sys.float_info.max) and (above is None or value > above)

@@ -3,7 +3,9 @@
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,9 +87,8 @@ def read_data(path: str | Path, min_answer_tokens: int = 3, max_length: int = 10
     Raises:
         DFlowError: A line is no such object, or no row is left.
     """
-    opener = gzip.open if str(path).endswith(".gz") else open
     rows, header, too_short, too_long = [], None, 0, 0
-    with opener(path, "rt", encoding="utf-8") as lines:
+    with closing(_lines(path)) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
@@ -117,6 +118,16 @@ def read_data(path: str | Path, min_answer_tokens: int = 3, max_length: int = 10
     return DataFile(rows, header, too_short, too_long)
 
 
+def _lines(path: str | Path) -> Iterator[str]:
+    """The lines of a text file, `.gz` unpacked; damage is told with the file's name."""
+    opener = gzip.open if str(path).endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            yield from lines
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DFlowError(f"{path}: no text file, or a damaged one ({error})") from error
+
+
 def read_rows(path: str | Path, min_answer_tokens: int = 3, max_length: int = 1024) -> list[TrainingRow]:
     """The rows of [`read_data`] alone."""
     return read_data(path, min_answer_tokens, max_length).rows
@@ -131,15 +142,28 @@ def parse_row(record: dict[str, Any]) -> TrainingRow:
     if not isinstance(record, dict):
         raise TypeError("no JSON object")
     prompt, temperature = record.get("prompt", ""), record.get("temperature", 0.0)
+    if not isinstance(prompt, str):
+        raise TypeError(f"prompt is {prompt!r}; give its text")
+    if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, int | float)):
+        raise TypeError(f"temperature is {temperature!r}; give a number, or null")
     if "token_ids" not in record:
-        prompt_ids, answer_ids = record["prompt_ids"], record["answer_ids"]
+        prompt_ids, answer_ids = (_whole_numbers(record, key) for key in ("prompt_ids", "answer_ids"))
         return TrainingRow(prompt_ids + answer_ids, len(prompt_ids), prompt, temperature)
-    token_ids = record["token_ids"]
+    token_ids = _whole_numbers(record, "token_ids")
     spans = tuple((start, end) for start, end in record["spans"])
+    if not all(type(position) is int for span in spans for position in span):
+        raise TypeError(f"spans {record['spans']} hold more than whole numbers")
     bounds = [0, *(position for span in spans for position in span), len(token_ids)]
     if not spans or bounds != sorted(bounds) or any(start == end for start, end in spans):
         raise ValueError(f"spans {record['spans']} are not in order within {len(token_ids)} tokens")
     return TrainingRow(token_ids, spans[0][0], prompt, temperature, spans)
+
+
+def _whole_numbers(record: dict[str, Any], key: str) -> list[int]:
+    values = record[key]
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise TypeError(f"{key} is no list of token ids, which are whole numbers from 0")
+    return values
 
 
 def row_record(

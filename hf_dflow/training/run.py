@@ -96,6 +96,7 @@ def train(
         raise DFlowError(f"all {len(held_out)} rows are held out: their prompts are one and the same text; name them")
     drafter = DFlowDrafter.from_pretrained(start_from) if start_from else None
     target = load_frozen_target(target_name, training.target_dtype, revision, accelerator.device)
+    _check_token_ids(rows + held_out, target)
     training = resolve(training, target, supervised_ids(rows), drafter, _special_ids(target_name, revision))
     arguments: Any = (rows, target, training.target_layer_ids)
     options: Any = {
@@ -131,6 +132,11 @@ def train(
     if trainer.resume():
         accelerator.print(f"resumed behind update {trainer.update} of {training.updates}")
     trainer.run()
+    if trainer.skipped == trainer.update:
+        raise DFlowError(
+            f"all {trainer.update} updates were skipped, so nothing was learned and nothing is saved; "
+            f"{output / 'log.jsonl'} says why."
+        )
     report = TrainingReport(
         output / "drafter", trainer.update, trainer.skipped, None, None, accelerator.is_main_process
     )
@@ -154,6 +160,16 @@ def train(
         checkpoint.export(trainer.drafter, report.folder, getattr(torch, training.save_dtype), records)
     accelerator.wait_for_everyone()
     return report
+
+
+def _check_token_ids(rows: list[TrainingRow], target: Any) -> None:
+    known = target.get_input_embeddings().weight.shape[0]
+    for row in rows:
+        if max(row.token_ids) >= known:
+            raise DFlowError(
+                f"a row holds token {max(row.token_ids)}, this target has the tokens 0 … {known - 1}: the data was "
+                "made with another tokenizer. Let this target answer the prompts (hf-dflow data)."
+            )
 
 
 def load_frozen_target(name: str, dtype: str, revision: str | None, device: torch.device) -> Any:

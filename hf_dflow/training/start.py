@@ -72,6 +72,15 @@ def resolve(
             filled["mask_token_id"] = unused_token(target, data_ids, special_ids or [])
         if filled["initialise_from_target"] is None:
             filled["initialise_from_target"] = _why_not_copied(target, filled["num_hidden_layers"]) is None
+    config, layer_ids = target.config.get_text_config(), filled["target_layer_ids"]
+    if max(layer_ids) >= config.num_hidden_layers:
+        raise TrainingConfigError(
+            f'"target_layer_ids" is {layer_ids}; this target has the layers 0 … {config.num_hidden_layers - 1}'
+        )
+    if filled["mask_token_id"] >= target.get_input_embeddings().weight.shape[0]:
+        raise TrainingConfigError(
+            f'"mask_token_id" is {filled["mask_token_id"]}; this target has the tokens 0 … {config.vocab_size - 1}'
+        )
     if training.loss_decay is None:
         nearest = min(DECAY_OF_BLOCK, key=lambda block: abs(block - filled["block_size"]))
         filled["loss_decay"] = DECAY_OF_BLOCK[nearest]
