@@ -89,7 +89,10 @@ def test_checkpoint_is_a_drafter_and_keeps_training_state_apart(straight):
     assert differing(drafter.state_dict(), weights_of(straight)) == []
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == [
+        "README.md",
         "config.json",
+        "custom_generate/generate.py",
+        "custom_generate/requirements.txt",
         "model.safetensors",
         "training/optimizer.safetensors",
         "training/process-00000.safetensors",
