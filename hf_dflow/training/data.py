@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +118,7 @@ def read_data(path: str | Path, min_answer_tokens: int = 3, max_length: int = 10
     return DataFile(rows, header, too_short, too_long)
 
 
-def _lines(path: str | Path) -> Iterator[str]:
+def _lines(path: str | Path) -> Generator[str, None, None]:
     """The lines of a text file, `.gz` unpacked; damage is told with the file's name."""
     opener = gzip.open if str(path).endswith(".gz") else open
     try:
