@@ -107,6 +107,19 @@ def test_the_context_is_computed_once():
     assert widths == [37, 4 * BLOCK, 4 * BLOCK, 4 * BLOCK]
 
 
+def test_the_target_is_asked_for_states_and_not_for_logits():
+    """Catches: a vocabulary of logits computed for every proposal of every round, which nobody reads."""
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, BLOCK)
+    asked = []
+    target.get_output_embeddings().register_forward_hook(lambda *_: asked.append(1))
+    proposals = torch.ones(len(ANCHORS), BLOCK - 1, dtype=torch.long)
+    proposal_features(drafter, target, rows(target, drafter, with_documents=False), anchors(), proposals)
+    assert not asked
+    greedy_proposals(drafter, target, torch.zeros(1, BLOCK - 1, 32, dtype=torch.float64))
+    assert asked, "the hook sees the head where it is used"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

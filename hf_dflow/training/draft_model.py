@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_dflow.errors import DFlowError
 from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.training.target import inner_model
 
 BORROWED = "borrowed_embedding.json"  # says that a folder holds trained weights only
 
@@ -70,7 +71,7 @@ def _fits(theirs: torch.Tensor | None, ours: torch.Tensor) -> bool:
 
 
 def _layers(model: Any) -> torch.nn.ModuleList:
-    base = getattr(model, model.base_model_prefix, model)
+    base = inner_model(model)
     found = next((child for child in base.children() if isinstance(child, torch.nn.ModuleList)), None)
     if found is None:
         raise DFlowError(f"{type(base).__name__} has no list of layers to take a smaller model's from")
