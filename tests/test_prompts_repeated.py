@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit import PatternDrafter, prompt_of, tiny_drafter, tiny_target
+from kit import PatternDrafter, assert_not_vacuous, prompt_of, tiny_drafter, tiny_target
 from transformers import LogitsProcessorList
 
 from hf_dflow import UnsupportedGenerationError
@@ -31,8 +31,8 @@ def test_a_grammar_of_each_prompt_holds_for_all_of_its_rows():
     output = target.generate(prompts, assistant_model=drafter, speculation_type="dflow", **options)
     assert output.sequences.equal(plain)
     assert asked == named
-    accepted = [n for row in output.statistics.per_row for n, count in enumerate(row.acceptance_histogram) if count]
-    assert max(accepted) >= 2 and min(accepted) < 7
+    for row in output.statistics.per_row:
+        assert_not_vacuous(row)
 
 
 def test_a_processor_with_a_value_for_each_row_is_named():
