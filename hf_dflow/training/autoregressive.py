@@ -26,9 +26,10 @@ from hf_dflow.training.data import TrainingRow, read_rows, split_rows
 from hf_dflow.training.draft_model import drafter_size, matching_layers, new_draft_model, save_draft_model
 from hf_dflow.training.features import FeatureStore
 from hf_dflow.training.live import LiveFeatures
+from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, slot_targets
 from hf_dflow.training.run import load_frozen_target
 from hf_dflow.training.run_log import RunLog
-from hf_dflow.training.trainer import learning_rate
+from hf_dflow.training.trainer import learning_rate, supervised_ids
 
 
 @dataclass
@@ -76,6 +77,9 @@ def train_draft_model(
     optimizer: Any = torch.optim.AdamW(trained, lr=0.0, weight_decay=training.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
     order = RowOrder(len(rows), training.seed)
+    is_plain = _has_plain_head(accelerator.unwrap_model(model), rows[0])
+    vocab_size = target.get_input_embeddings().weight.shape[0]
+    candidates = CandidateVocabulary(supervised_ids(rows), vocab_size, training.other_candidates)
     data = hashlib.sha256(json.dumps([[row.token_ids, row.spans] for row in rows]).encode()).hexdigest()
     identity = {"training": training.to_dict(), "layers": num_layers, "copied": initialise_from_target, "data": data}
     progress = {"update": 0, "rows_drawn": 0, "skipped": 0}
@@ -96,8 +100,12 @@ def train_draft_model(
                 )
                 progress["rows_drawn"] += stage.rows_per_update * processes
                 teachers = [store.teacher(i) for i in chosen] if training.distillation else []
+                others = torch.Generator().manual_seed(training.seed + progress["rows_drawn"])  # a resumed run's, too
+                candidate_ids = candidates.sample(others) if is_plain else None
                 with torch.autocast(accelerator.device.type, torch.bfloat16, training.precision == "bfloat16"):
-                    loss = _loss(model, [rows[i] for i in chosen], teachers, training.distillation)
+                    loss = _loss(
+                        model, [rows[i] for i in chosen], teachers, training.distillation, candidates, candidate_ids
+                    )
                 accelerator.backward(loss / training.gradient_accumulation)
                 total += loss.item() / training.gradient_accumulation
             norm = float(accelerator.clip_grad_norm_(trained, training.max_grad_norm))  # equal in all processes
@@ -127,8 +135,25 @@ def train_draft_model(
     return DraftModelReport(folder, progress["update"], progress["skipped"], num_layers, size)
 
 
-def _loss(model: Any, rows: list[TrainingRow], teachers: list[Any], distillation: float) -> torch.Tensor:
-    """Mean cross-entropy over the supervised tokens of some rows; with teachers, partly their distribution's."""
+@torch.no_grad()
+def _has_plain_head(model: Any, row: TrainingRow) -> bool:
+    """Whether logits are the head's matrix times the last states, and nothing else (no scale, no soft-cap)."""
+    output = model(torch.tensor([row.token_ids[:4]], device=model.device), output_hidden_states=True, use_cache=False)
+    return output.logits.allclose(model.get_output_embeddings()(output.hidden_states[-1]), rtol=1e-3, atol=1e-3)
+
+
+def _loss(
+    model: Any,
+    rows: list[TrainingRow],
+    teachers: list[Any],
+    distillation: float,
+    candidates: CandidateVocabulary | None = None,
+    candidate_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean cross-entropy over the supervised tokens of some rows; with teachers, partly their distribution's.
+
+    With `candidate_ids`, drawn from `candidates`, the softmax runs over these alone, as in a drafter's training.
+    """
     device = next(model.parameters()).device
 
     def padded(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -137,14 +162,19 @@ def _loss(model: Any, rows: list[TrainingRow], teachers: list[Any], distillation
     token_ids = padded([torch.tensor(row.token_ids) for row in rows])
     is_text = padded([torch.ones(len(row.token_ids), dtype=torch.long) for row in rows])
     is_label = padded([torch.tensor(row.supervised()) for row in rows])[:, 1:]  # row t predicts token t + 1
-    logits = model(input_ids=token_ids, attention_mask=is_text, use_cache=False).logits[:, :-1][is_label].float()
-    loss = torch.nn.functional.cross_entropy(logits, token_ids[:, 1:][is_label])
-    if not distillation:
-        return loss
-    ids, probs = (padded([getattr(one, part) for one in teachers])[:, :-1][is_label] for part in ("ids", "probs"))
-    probs = probs / probs.sum(dim=-1, keepdim=True).clamp(min=1e-9)
-    soft = -(probs * logits.log_softmax(dim=-1).gather(-1, ids)).sum(dim=-1).mean()
-    return (1 - distillation) * loss + distillation * soft
+    parts = ("ids", "probs") if teachers else ()
+    teacher = [padded([getattr(one, part) for one in teachers])[:, :-1][is_label][:, None] for part in parts]
+    targets = slot_targets(token_ids[:, 1:][is_label][:, None], *teacher, distillation=distillation)
+    inputs = {"input_ids": token_ids, "attention_mask": is_text, "use_cache": False}
+    if candidates is None or candidate_ids is None:
+        logits = model(**inputs).logits[:, :-1][is_label].float()
+        return -(targets.weights[:, 0] * logits.log_softmax(dim=-1).gather(-1, targets.ids[:, 0])).sum(-1).mean()
+    # The model as a whole is called, since several processes hang on its forward; nobody reads its logits.
+    states = model(**inputs, output_hidden_states=True, logits_to_keep=1).hidden_states[-1][:, :-1][is_label]
+    head = getattr(model, "module", model).get_output_embeddings()
+    bias = None if getattr(head, "bias", None) is None else head.bias[candidate_ids]
+    kept = candidates.relabel(targets)
+    return decayed_cross_entropy(states[:, None], kept, head.weight[candidate_ids], 1.0, head_bias=bias)
 
 
 def _save_state(accelerator: Accelerator, folder: Path, record: dict[str, Any]) -> None:
