@@ -68,6 +68,9 @@ class DFlowDrafterConfig(PreTrainedConfig):
             DFlash 2: taps and channels of a group of the convolutions around each sublayer; `None`: none.
         selector_rank, selector_top_k (`int`, *optional*):
             DFlash 2: rank of the candidate selector and how many candidates it chooses from; `None`: no selector.
+        correction_intermediate_size, correction_top_k (`int`, *optional*):
+            Width of the MLP that corrects a slot by the token drafted before it, and how many candidates of the slot
+            it chooses from ([`~hf_dflow.correction.CausalCorrection`]); `None`: slots are drafted independently.
         use_relay (`bool`, *optional*, defaults to `True`): Whether the model has relay weights.
         relay_intermediate_size (`int`, *optional*, defaults to `hidden_size`): Width of the relay's MLP.
         relay_hidden_act (`str`, *optional*, defaults to `"silu"`): Its activation.
@@ -119,6 +122,8 @@ class DFlowDrafterConfig(PreTrainedConfig):
     conv_group_size: int | None = None
     selector_rank: int | None = None
     selector_top_k: int | None = None
+    correction_intermediate_size: int | None = None
+    correction_top_k: int | None = None
     use_relay: bool = True
     relay_intermediate_size: int = GIVEN
     relay_hidden_act: str = "silu"
@@ -253,7 +258,11 @@ class DFlowDrafterConfig(PreTrainedConfig):
             self._refuse(f"'rope_type' is {rope['rope_type']!r}; allowed: {', '.join(kinds)}")
 
     def _check_dflash2(self) -> None:
-        for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+        for one, other in (
+            ("conv_kernel_size", "conv_group_size"),
+            ("selector_rank", "selector_top_k"),
+            ("correction_intermediate_size", "correction_top_k"),
+        ):
             given = [getattr(self, one), getattr(self, other)]
             if given != [None, None] and any(type(value) is not int or value < 1 for value in given):
                 self._refuse(
@@ -271,6 +280,11 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 )
         if self.selector_rank is not None and self.draft_vocab_size is not None:
             self._refuse("a candidate selector does not go with 'draft_vocab_size'; leave one of them out")
+        if self.correction_intermediate_size is not None:
+            others = [key for key in ("draft_vocab_size", "selector_rank") if getattr(self, key) is not None]
+            others += ["final_logit_softcapping"] if self.final_logit_softcapping else []
+            if others:
+                self._refuse(f"a causal correction does not go with {', '.join(map(repr, others))}; leave one out")
 
     def _check_draft_vocabulary(self) -> None:
         size = self.draft_vocab_size

@@ -42,8 +42,12 @@ def export(
     model = DFlowDrafter.from_pretrained(drafter, revision=revision or "main")
     for line in export_drafter(model, output, to, num_target_layers):
         typer.echo(line)
-    if model.relay is not None:
-        typer.echo("The relay is kept aside: these servers draft without it; DFlowDrafter.from_pretrained finds it.")
+    parts = {"relay": model.relay, "causal correction": model.causal_correction}
+    aside = [name for name, part in parts.items() if part is not None]
+    if aside:
+        typer.echo(
+            f"Kept aside: {' and '.join(aside)}. These servers draft without; DFlowDrafter.from_pretrained finds it."
+        )
 
 
 def publish(

@@ -22,8 +22,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from hf_dflow.cards import make_card
 from hf_dflow.checkpoints import load_drafter
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
+from hf_dflow.correction import CausalCorrection, CorrectedCandidates, ZeroLinear, head_scores
 from hf_dflow.custom_generate import write_custom_generate
-from hf_dflow.dflash2 import BlockConvolution, CandidateSelector
+from hf_dflow.dflash2 import BlockConvolution, Candidates, CandidateSelector
 from hf_dflow.errors import DrafterWeightsError
 from hf_dflow.hub import drafter_for
 from hf_dflow.publish import publish
@@ -110,10 +111,6 @@ class DFlowDecoderLayer(nn.Module):
         return sublayer(states) if convolution is None else convolution(sublayer, states)
 
 
-class RelayOutput(nn.Linear):
-    """The relay's last layer, told apart because it starts at zero."""
-
-
 class DFlowRelay(nn.Module):
     """Reject-conditioned initialisation (arXiv 2609.06498): what a rejected target row adds to a slot's mask embedding.
 
@@ -126,7 +123,7 @@ class DFlowRelay(nn.Module):
         width = config.relay_intermediate_size
         self.up_proj = nn.Linear(3 * config.hidden_size, width)
         self.act_fn = ACT2FN[config.relay_hidden_act]
-        self.down_proj = RelayOutput(width, 2 * config.hidden_size)
+        self.down_proj = ZeroLinear(width, 2 * config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=config.relay_norm_affine)
 
     def forward(self, states, bonus_embeds, rejected_embeds) -> torch.Tensor:
@@ -166,13 +163,15 @@ class DFlowDrafter(PreTrainedModel):
         says: Any = config.draft_vocab_size or config.vocab_size
         self.lm_head: Any = nn.Linear(config.hidden_size, says, bias=False) if owns_head else None
         self.candidate_selector: Any = CandidateSelector(config) if config.selector_rank is not None else None
+        corrects = config.correction_intermediate_size is not None
+        self.causal_correction: Any = CausalCorrection(config) if corrects else None
         # Ids of the head's rows, ascending; -1 until they are set or loaded. Saved with the weights.
         unset = None if config.draft_vocab_size is None else torch.full((config.draft_vocab_size,), -1)
         self.register_buffer("draft_token_ids", unset)
         self.post_init()
 
     def _init_weights(self, module):
-        if isinstance(module, RelayOutput):
+        if isinstance(module, ZeroLinear):
             init.zeros_(module.weight)
             init.zeros_(module.bias)
         elif isinstance(module, BlockConvolution):
@@ -291,6 +290,29 @@ class DFlowDrafter(PreTrainedModel):
             return logits
         everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         return everything.index_copy(-1, self.draft_token_ids, logits)
+
+    def candidates(
+        self, hidden: torch.Tensor, logits: torch.Tensor, target_embedding: nn.Module, target_head: nn.Module
+    ) -> Candidates | CorrectedCandidates | None:
+        """What a block's drafts are chosen from one after the other; `None` where the slots are independent.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(B, N, H)`): Final states of the slots, finite.
+            logits (`torch.Tensor` of shape `(B, N, V)`): Their logits; -inf for what must not be drafted.
+            target_embedding, target_head (`nn.Module`): The target's.
+        """
+        if self.candidate_selector is not None:
+            return self.candidate_selector.candidates(hidden, logits)
+        if self.causal_correction is None:
+            return None
+        head = target_head if self.lm_head is None else self.lm_head
+
+        def score(states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+            return self.shape_logits(head_scores(head, self._for_head(states, target_head), token_ids))
+
+        return CorrectedCandidates(
+            self.causal_correction, hidden, logits, embed=lambda ids: self.embed(ids, target_embedding), score=score
+        )
 
     def set_draft_vocabulary(self, token_ids: torch.Tensor, head_weight: torch.Tensor) -> None:
         """Choose what a drafter with `draft_vocab_size` can say, and start its head as the target's rows.

@@ -81,6 +81,8 @@ def reference_generate(
                 row = _without_mask_token(drafter.compute_logits(state, target.get_output_embeddings()), drafter)
                 if drafter.candidate_selector is not None:
                     row = _selected(drafter.candidate_selector, state, row, [*tokens, *drafts][-1])
+                if drafter.causal_correction is not None:
+                    row = _corrected(drafter, target, state, row, [*tokens, *drafts][-1])
                 draft_laws.append(law(row))
                 drafts.append(_draw(draft_laws[-1], rule, uniforms))
         logits, features = _target_rows(target, drafter, tokens + drafts)
@@ -174,6 +176,19 @@ def _selected(selector, state: torch.Tensor, logits: torch.Tensor, previous: int
     query = selector.hidden_projection(state) * selector.predecessor_codebook.weight[previous]
     for token in logits.topk(min(selector.top_k, len(logits))).indices.tolist():
         selected[token] = logits[token] + query @ selector.successor_codebook.weight[token]
+    return selected
+
+
+def _corrected(drafter: DFlowDrafter, target: Any, state: torch.Tensor, logits: torch.Tensor, previous: int):
+    """Logits `[vocab]` of a slot's candidates once its state knows that `previous` was drafted before it."""
+    correction = drafter.causal_correction
+    embed = drafter.embed(torch.tensor(previous), target.get_input_embeddings())
+    anew = _without_mask_token(
+        drafter.compute_logits(correction(state, embed), target.get_output_embeddings()), drafter
+    )
+    selected = torch.full_like(logits, -torch.inf)
+    for token in logits.topk(min(correction.top_k, len(logits))).indices.tolist():
+        selected[token] = anew[token]
     return selected
 
 

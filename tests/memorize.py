@@ -31,6 +31,7 @@ def memorize(drafter, target, text: torch.Tensor, *, prompt_length: int, steps: 
     is_block = torch.arange(keys.shape[1]) >= length
     distance = positions[:, :, None] - keys[:, None]
     visible = is_block | (keys[:, None] < anchors[:, None, None])
+    previous = drafter.embed(text[0, positions[:, first:] - first], target.get_input_embeddings()).detach()
     embeds = drafter.embed(block, target.get_input_embeddings()).detach()
 
     def mask_for(layer_idx, _):
@@ -54,8 +55,10 @@ def memorize(drafter, target, text: torch.Tensor, *, prompt_length: int, steps: 
             held = [states.expand(len(anchors), -1, -1, -1) for states in key_values[layer_idx]]
             return torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
 
-        hidden = drafter.draft_hidden(embeds, positions, extend, mask_for)
-        logits = drafter.compute_logits(hidden[:, first:], target.get_output_embeddings())
+        hidden = drafter.draft_hidden(embeds, positions, extend, mask_for)[:, first:]
+        if drafter.causal_correction is not None:
+            hidden = drafter.causal_correction(hidden, previous)
+        logits = drafter.compute_logits(hidden, target.get_output_embeddings())
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -105,11 +105,12 @@ def test_draft_logits_do_not_depend_on_neighbours(monkeypatch):
     rows, seen, draft = [0, 1, 2, 7], {}, DraftSession.draft
 
     def watching(session, drafted, *args):
-        logits, original = [], session.block_logits
-        session.block_logits = lambda *inner: logits.append(original(*inner)) or logits[-1]
+        states, original = [], session.block_hidden
+        session.block_hidden = lambda *inner: states.append(original(*inner)) or states[-1]
         block = draft(session, drafted, *args)
-        session.block_logits = original
-        for row, own in zip(drafted, logits[0], strict=True):
+        session.block_hidden = original
+        logits = session.drafter.compute_logits(states[0], session.head)
+        for row, own in zip(drafted, logits, strict=True):
             seen[len(drafted) == 1, row.ids.tolist()[0][-row.next_position - 1], row.next_position] = own
         return block
 

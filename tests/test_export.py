@@ -111,17 +111,25 @@ def test_speculators_reader_computes_the_same(name, tmp_path, target):
 
 
 @pytest.mark.parametrize("to", ["dflash", "speculators"])
-def test_the_relay_is_kept_aside(to, tmp_path, target):
-    """Bug: relay weights in a file that the server loads and stumbles over, or lost."""
+def test_what_a_layout_lacks_is_kept_aside(to, tmp_path, target):
+    """Bug: relay or correction in a file that the server loads and stumbles over, or lost."""
+    corrected = make(target, correction_intermediate_size=8, correction_top_k=3)
+    export_drafter(corrected, tmp_path / "corrected", to)
+    assert_same(corrected, tmp_path / "corrected")
+    without_relay = DFlowDrafter.from_pretrained(tmp_path / "corrected", use_relay=False)
+    assert without_relay.relay is None and without_relay.causal_correction is not None
+    plain = make(target, relay=False, correction_intermediate_size=8, correction_top_k=3)
+    export_drafter(plain, tmp_path / "correction alone", to)
+    assert_same(plain, tmp_path / "correction alone")
     export_drafter(make(target), tmp_path / "with", to)
     export_drafter(make(target, relay=False), tmp_path / "without", to)
     assert {one.name for one in (tmp_path / "with").glob("*.safetensors")} == {"model.safetensors"}
-    assert (tmp_path / "with" / "hf_dflow" / "relay.safetensors").exists()
+    assert (tmp_path / "with" / "hf_dflow" / "parts.safetensors").exists()
     assert not (tmp_path / "without" / "hf_dflow").exists()
     assert DFlowDrafter.from_pretrained(tmp_path / "with", use_relay=False).relay is None
     assert DFlowDrafter.from_pretrained(tmp_path / "without").relay is None
-    (tmp_path / "with" / "hf_dflow" / "relay.safetensors").unlink()
-    with pytest.raises(DrafterWeightsError, match=r"relay\.safetensors"):
+    (tmp_path / "with" / "hf_dflow" / "parts.safetensors").unlink()
+    with pytest.raises(DrafterWeightsError, match=r"parts\.safetensors"):
         DFlowDrafter.from_pretrained(tmp_path / "with")
 
 
@@ -153,6 +161,6 @@ def test_the_command(tmp_path, target):
     make(target).save_pretrained(tmp_path / "ours")
     arguments = ["export", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", "dflash"]
     done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == 0 and "--speculative-config" in done.output and "relay is kept aside" in done.output
+    assert done.exit_code == 0 and "--speculative-config" in done.output and "Kept aside: relay." in done.output
     again = CliRunner().invoke(cli.app, arguments)
     assert again.exit_code == 2 and "not empty" in again.output + again.stderr

@@ -11,12 +11,15 @@ from hf_dflow.reference import draft_block, reference_generate
 
 PROMPT = [1, 5, 2]
 SELECTOR = {"selector_rank": 4, "selector_top_k": 3}
+CORRECTION = {"correction_intermediate_size": 16, "correction_top_k": 3}
 CONVOLUTION = {"conv_kernel_size": 3, "conv_group_size": 8}
 KINDS = {
     "anchor drafts": {"sample_from_anchor": True},
     "window from the anchor": {"window_from_anchor": True, "sliding_is_causal": True},
     "convolutions": CONVOLUTION,
     "selector": SELECTOR,
+    "causal correction": CORRECTION,
+    "causal correction whose anchor drafts": {**CORRECTION, "sample_from_anchor": True},
     "DFlash 2 whose anchor drafts": {**CONVOLUTION, **SELECTOR, "sample_from_anchor": True},
 }
 TOLERANCE = 1e-9  # float64
@@ -26,7 +29,7 @@ def pair_of(kind):
     target, drafter = restless_pair(**KINDS[kind])
     generator = torch.Generator().manual_seed(5)
     for name, weight in drafter.named_parameters():
-        if "_conv" in name:
+        if "_conv" in name or "causal_correction.down" in name:
             weight.data += torch.randn(weight.shape, generator=generator) * 0.2
         elif "codebook" in name:
             weight.data *= 0.6  # it is not trained: let it err, but not always
@@ -70,12 +73,17 @@ def test_the_kind_changes_the_drafts(kind):
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("kind", ["anchor drafts", "selector"])
+@pytest.mark.parametrize("kind", ["anchor drafts", "selector", "causal correction"])
 def test_the_law_is_the_targets(kind, rule, monkeypatch):
     """Bug: a draft law that depends on the drafts before it, verified as if it did not."""
     target = law.three_token_target()
     block_size = 2 if kind == "anchor drafts" else 3
-    fields = KINDS[kind] if kind == "anchor drafts" else {"selector_rank": 3, "selector_top_k": 2}
-    drafter = law.three_token_drafter(target, block_size, **fields)
+    few = {
+        "selector": {"selector_rank": 3, "selector_top_k": 2},
+        "causal correction": {"correction_intermediate_size": 8, "correction_top_k": 2},
+    }
+    drafter = law.three_token_drafter(target, block_size, **few.get(kind, KINDS[kind]))
+    if drafter.causal_correction is not None:  # it starts at zero
+        torch.nn.init.normal_(drafter.causal_correction.down_proj.weight, std=0.4)
     loop = law.Loop(monkeypatch, target, drafter, verification=rule)
     assert law.law_error(loop, num_steps=1) < TOLERANCE

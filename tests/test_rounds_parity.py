@@ -14,16 +14,23 @@ BLOCK, NEW_TOKENS = 5, 60
 FORMATS = {
     "native": {},
     "z-lab": {"sliding_is_causal": True, "window_is_inclusive": False},
+    "corrected": {"correction_intermediate_size": 16, "correction_top_k": 4},
     "causal": {"sliding_is_causal": True, "full_is_causal": True},
 }
 
 
 @pytest.fixture(scope="module", params=FORMATS)
 def pair(request):
-    target, drafter = restless_pair()
-    for name, value in FORMATS[request.param].items():
-        setattr(drafter.config, name, value)
-    return target, drafter, {use_relay: decode(target, drafter, use_relay) for use_relay in (False, True)}
+    target, drafter = restless_pair(**FORMATS[request.param])
+    if drafter.causal_correction is not None:
+        drafter.load_state_dict(restless_pair()[1].state_dict(), strict=False)  # its seed gives partial rejections
+        torch.nn.init.normal_(drafter.causal_correction.down_proj.weight, std=0.05)
+    decoded = {use_relay: decode(target, drafter, use_relay) for use_relay in (False, True)}
+    if drafter.causal_correction is not None:
+        drafter.causal_correction, correction = None, drafter.causal_correction
+        assert decode(target, drafter, True)[0] != decoded[True][0], "the correction changes drafts"
+        drafter.causal_correction = correction
+    return target, drafter, decoded
 
 
 def decode(target, drafter, use_relay: bool):
@@ -63,7 +70,7 @@ def test_match_rates_of_the_mask_round_are_the_histogram_of_decoding(pair):
     accepted, sequences, positions = decoded[False]
     anchors = Anchors(torch.zeros(len(positions), dtype=torch.long), torch.tensor(positions))
     result = draft_round(drafter, target, sequences, anchors)
-    proposals = greedy_proposals(drafter, target, result.hidden)
+    proposals = greedy_proposals(drafter, target, result.hidden, sequences.token_ids[0, anchors.position])
     trained = accepted_lengths(proposals, result.labels)
     assert trained.tolist() == accepted
     is_match = (proposals == result.labels).cumprod(dim=1).double().mean(dim=0)
@@ -80,7 +87,8 @@ def test_match_rates_of_relay_rounds_are_the_histogram_of_decoding(pair):
     for position in positions:
         assert anchors.position.tolist() == [position]
         result = draft_round(drafter, target, sequences, anchors, relayed)
-        trained += accepted_lengths(greedy_proposals(drafter, target, result.hidden), result.labels).tolist()
+        proposals = greedy_proposals(drafter, target, result.hidden, sequences.token_ids[0, anchors.position])
+        trained += accepted_lengths(proposals, result.labels).tolist()
         fed += relayed is not None and bool(relayed.is_fed.any())
         anchors, relayed = next_round(drafter, target, sequences, anchors, result)
     assert trained == accepted

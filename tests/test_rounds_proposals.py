@@ -65,6 +65,10 @@ def test_proposals_get_the_states_that_verification_computes(family, attention, 
             torch.testing.assert_close(found[place], expected, rtol=ROUNDING, atol=ROUNDING)
 
 
+def anchor_ids_of(sequences):
+    return sequences.token_ids[anchors().row, anchors().position]
+
+
 def test_a_bfloat16_target_relays_too():
     """Catches: masks or features in a dtype that a low-precision target or drafter does not take."""
     target = tiny_target("gemma_sliding", dtype=torch.bfloat16)
@@ -74,7 +78,7 @@ def test_a_bfloat16_target_relays_too():
     following, relayed = next_round(drafter, target, sequences, anchors(), result)
     exact = tiny_target("gemma_sliding", dtype=torch.float32)
     again = rows(exact, drafter, with_documents=True)
-    proposals = greedy_proposals(drafter, target, result.hidden)
+    proposals = greedy_proposals(drafter, target, result.hidden, anchor_ids_of(sequences))
     reference = proposal_features(drafter, exact, again, anchors(), proposals)[:, 1:]
     states = proposal_features(drafter, target, sequences, anchors(), proposals)[:, 1:]
     assert states.dtype == torch.bfloat16 and relayed.is_fed.any()
@@ -116,7 +120,9 @@ def test_the_target_is_asked_for_states_and_not_for_logits():
     proposals = torch.ones(len(ANCHORS), BLOCK - 1, dtype=torch.long)
     proposal_features(drafter, target, rows(target, drafter, with_documents=False), anchors(), proposals)
     assert not asked
-    greedy_proposals(drafter, target, torch.zeros(1, BLOCK - 1, 32, dtype=torch.float64))
+    greedy_proposals(
+        drafter, target, torch.zeros(1, BLOCK - 1, 32, dtype=torch.float64), torch.ones(1, dtype=torch.long)
+    )
     assert asked, "the hook sees the head where it is used"
 
 
@@ -162,6 +168,6 @@ def test_proposals_hold_a_chunk_of_logits_at_a_time(monkeypatch):
     logits[..., MASK_TOKEN_ID] = -torch.inf
     monkeypatch.setitem(loss.LOGITS_PER_CHUNK, "cpu", 7 * 64)
     with LargestTensor() as seen:
-        found = greedy_proposals(drafter, target, hidden)
+        found = greedy_proposals(drafter, target, hidden, torch.ones(50, dtype=torch.long))
     assert torch.equal(found, logits.argmax(-1))
     assert seen.elements <= hidden.numel() < logits.numel()

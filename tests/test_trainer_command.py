@@ -151,7 +151,7 @@ def test_started_again_a_finished_run_only_saves_and_a_new_one_may_continue_from
     [
         (["--config", "missing.json"], "missing.json: no such file"),
         (["--preset", "tpu"], "--preset tpu is unknown; use one of cpu, gpu"),
-        (["--train-only", "head"], '"train_only" is \'head\'; give one of null, "relay"'),
+        (["--train-only", "head"], '"train_only" is \'head\'; give one of null, "relay", "correction"'),
         (["--updates", "1"], "1 updates for 2 stages"),
         (["--held-out", "0.9", "--max-length", "5"], "no row"),
     ],

@@ -24,20 +24,20 @@ def decoded():
     """A pair whose relay does something, a greedy answer, and every block that decoding drafted on the way."""
     target, drafter = restless_pair()
     blocks = []
-    original = DraftSession.block_logits
+    original = DraftSession.block_hidden
 
     def spy(session, anchor_ids, anchor_positions, feedback):
-        logits = original(session, anchor_ids, anchor_positions, feedback)
-        blocks.append((anchor_positions[0], feedback, logits))
-        return logits
+        hidden = original(session, anchor_ids, anchor_positions, feedback)
+        blocks.append((anchor_positions[0], feedback, drafter.compute_logits(hidden, session.head)))
+        return hidden
 
-    DraftSession.block_logits = spy
+    DraftSession.block_hidden = spy
     try:
         config = DFlowGenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
         prompt = torch.tensor([[1, 5, 2]])
         output = target.generate(prompt, generation_config=config, assistant_model=drafter)
     finally:
-        DraftSession.block_logits = original
+        DraftSession.block_hidden = original
     token_ids = output.sequences
     states = target(token_ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)

@@ -89,7 +89,10 @@ def load_drafter(
             hub_options["revision"] = commit  # a branch may move between two look-ups
     exported = _exported_fields(raw or {}, path)
     with_relay = bool(exported.get("use_relay")) and kwargs.get("use_relay") is not False
-    stored = stored_tensors(path, hub_options, variant, with_relay)
+    corrects = exported.get("correction_intermediate_size") is not None
+    stored = stored_tensors(path, hub_options, variant, with_relay or corrects)
+    if exported and not with_relay:
+        stored = {name: one for name, one in stored.items() if not name.startswith("relay.")}
     if raw is None:
         assert isinstance(config, DFlowDrafterConfig)
         _refuse_foreign_kernel(config, kwargs, path)

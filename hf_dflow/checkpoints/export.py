@@ -1,7 +1,8 @@
 """Our drafters in the layouts of other servers, and back without a bit lost.
 
-What a layout cannot say is kept beside it: the relay's weights in `hf_dflow/relay.safetensors` (a folder below, where
-no server looks for weights), the fields that reading the layout would not give back under `"hf_dflow"` in config.json.
+What a layout cannot say is kept beside it: relay and causal correction in `hf_dflow/parts.safetensors` (a folder below,
+where no server looks for weights), the fields that reading the layout would not give back under `"hf_dflow"` in
+config.json.
 """
 
 import json
@@ -15,10 +16,11 @@ from transformers import Qwen3Config
 
 from hf_dflow._version import __version__
 from hf_dflow.checkpoints import dflash, dflash2, speculators
-from hf_dflow.checkpoints.files import RELAY_FILE, StoredTensor
+from hf_dflow.checkpoints.files import OWN_PARTS_FILE, StoredTensor
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError
 
+OWN_PARTS = ("relay.", "causal_correction.")
 QWEN3_FIELDS = (
     *dflash.SIZES,
     *dflash.OPTIONAL,
@@ -49,7 +51,7 @@ def export_drafter(drafter: Any, folder: str | Path, to: str, num_target_layers:
         raise DrafterConfigError(f"--to {to} is unknown; use one of {', '.join(WRITERS)}.")
     config = drafter.config
     names = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    relay = {name: names.pop(name) for name in list(names) if name.startswith("relay.")}
+    parts = {name: names.pop(name) for name in list(names) if name.startswith(OWN_PARTS)}
     module, raw, weights = WRITERS[to](config, names, num_target_layers)
     raw = {**raw, "dtype": str(drafter.dtype).removeprefix("torch.")}
     stored = {name: StoredTensor("", tuple(one.shape), one.dtype) for name, one in weights.items()}
@@ -61,14 +63,14 @@ def export_drafter(drafter: Any, folder: str | Path, to: str, num_target_layers:
     }
     raw["hf_dflow"] = {
         "version": __version__,
-        "note": "Exported from a DFlow drafter. Servers of this format ignore this key and the relay's weights.",
+        "note": "Exported from a DFlow drafter. Servers of this format ignore this key and the folder hf_dflow.",
         "config": lost,
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    if relay:
-        (folder / RELAY_FILE).parent.mkdir()
-        save_file(relay, folder / RELAY_FILE, metadata={"format": "pt"})
+    if parts:
+        (folder / OWN_PARTS_FILE).parent.mkdir()
+        save_file(parts, folder / OWN_PARTS_FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return server_lines(str(folder), config, to)
 

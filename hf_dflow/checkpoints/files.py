@@ -17,7 +17,7 @@ from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
 
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder")
 LONGEST_JSON = 16 * 2**20  # bytes; the index of a thousand shards is far smaller
-RELAY_FILE = "hf_dflow/relay.safetensors"  # of an exported drafter
+OWN_PARTS_FILE = "hf_dflow/parts.safetensors"  # of an exported drafter: its relay and causal correction
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
@@ -80,7 +80,7 @@ def read_json(file: str | os.PathLike) -> Any:
 
 
 def stored_tensors(
-    path: str, hub_options: Mapping[str, Any], variant: str | None = None, with_relay: bool = False
+    path: str, hub_options: Mapping[str, Any], variant: str | None = None, with_own_parts: bool = False
 ) -> dict[str, StoredTensor]:
     """What the safetensors files of `path` hold, from their headers alone; nothing of the tensors is read.
 
@@ -88,7 +88,8 @@ def stored_tensors(
         path (`str`): Folder or repository.
         hub_options (`Mapping`): Of `HUB_OPTIONS`.
         variant (`str`, *optional*): As in transformers, `model.<variant>.safetensors`.
-        with_relay (`bool`): Whether an exported drafter's relay, kept beside its weights, belongs to it.
+        with_own_parts (`bool`): Whether an exported drafter's parts that its layout lacks, kept beside its weights, are
+            wanted.
 
     Raises:
         [`DrafterWeightsError`]: No safetensors file, a damaged one, a shard outside the repository, a dtype that is no
@@ -96,7 +97,7 @@ def stored_tensors(
     """
     try:
         files = _weight_files(path, hub_options, variant)
-        files += [_beside(path, RELAY_FILE, hub_options)] if with_relay else []
+        files += [_beside(path, OWN_PARTS_FILE, hub_options)] if with_own_parts else []
         stored: dict[str, StoredTensor] = {}
         for file in files:
             with safe_open(file, framework="pt", device="cpu") as content:  # checks sizes and offsets

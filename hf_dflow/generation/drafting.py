@@ -1,7 +1,7 @@
 """Anchor, context features and feedback become a block of draft tokens with the law they were drawn from."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -97,12 +97,8 @@ class DraftSession:
         num_drafts = max(lengths)
         anchor_ids = torch.cat([row.ids[:, -1] for row in rows])
         positions = [row.next_position for row in rows]
-        hidden = None  # final states, which only a candidate selector asks for
-        if self.drafter.candidate_selector is None:
-            logits = self.block_logits(anchor_ids, positions, feedback)[:, :num_drafts]
-        else:
-            hidden = self.block_hidden(anchor_ids, positions, feedback)[:, :num_drafts]
-            logits = self.drafter.compute_logits(hidden, self.head)
+        hidden = self.block_hidden(anchor_ids, positions, feedback)[:, :num_drafts]
+        logits = self.drafter.compute_logits(hidden, self.head)
         wide = torch.promote_types(logits.dtype, torch.float32)  # verification computes as wide as the draft law is
         logits = self._to_target_vocabulary(logits.to(device=self.device, dtype=wide))
         said = logits if self._cannot_say is None else logits.masked_fill(self._cannot_say, 0.0)
@@ -116,17 +112,13 @@ class DraftSession:
             logits[..., self.drafter.config.mask_token_id] = -torch.inf
         logits = self._hide_missing_tokens(logits)
         logits = self._adjust(rows, lengths, logits, feedback)
-        if hidden is None:
+        hidden = torch.where(is_finite.to(hidden.device)[:, None, None], hidden, 0.0)
+        candidates = self.drafter.candidates(hidden, logits.to(hidden.device), self.embedding, self.head)
+        if candidates is None:
             token_ids, logits = self._choose(rows, lengths, logits, uniforms)
         else:
-            token_ids, logits = self._select(rows, lengths, hidden, logits, uniforms)
+            token_ids, logits = self._select(rows, lengths, candidates, logits.shape[1], uniforms)
         return DraftBlock(token_ids, logits, is_finite, counts)
-
-    def block_logits(
-        self, anchor_ids: torch.Tensor, anchor_positions: list[int], feedback: "VerifierFeedback | None"
-    ) -> torch.Tensor:
-        """Unprocessed draft logits `[B, N, vocab]` of one drafter forward behind anchors `[B]`."""
-        return self.drafter.compute_logits(self.block_hidden(anchor_ids, anchor_positions, feedback), self.head)
 
     def block_hidden(
         self, anchor_ids: torch.Tensor, anchor_positions: list[int], feedback: "VerifierFeedback | None"
@@ -208,17 +200,16 @@ class DraftSession:
         self,
         rows: "list[Row]",
         lengths: list[int],
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
+        candidates: Any,
+        num_drafts: int,
         uniforms: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft tokens `[B, N]` that the candidate selector picks in order, and the laws they were drawn from."""
+        """Draft tokens `[B, N]` that are picked in order among each slot's candidates, and the laws they came from."""
         device = self.drafter.device
-        candidates = self.drafter.candidate_selector.candidates(hidden, logits.to(device))
         previous = torch.cat([row.ids[:, -1] for row in rows])
         tokens: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
-        for slot in range(logits.shape[1]):
+        for slot in range(num_drafts):
             law = candidates.logits(slot, previous.to(device), self.vocab_size).to(self.device)
             law = self._process_slot(rows, lengths, slot, tokens, law)
             previous = _pick(law[:, None], None if uniforms is None else uniforms[:, slot : slot + 1])[:, 0]

@@ -78,8 +78,8 @@ def train_draft_model(
     model, optimizer = accelerator.prepare(model, optimizer)
     order = RowOrder(len(rows), training.seed)
     is_plain = _has_plain_head(accelerator.unwrap_model(model), rows[0])
-    vocab_size = target.get_input_embeddings().weight.shape[0]
-    candidates = CandidateVocabulary(supervised_ids(rows), vocab_size, training.other_candidates)
+    embedding: Any = target.get_input_embeddings()
+    candidates = CandidateVocabulary(supervised_ids(rows), len(embedding.weight), training.other_candidates)
     data = hashlib.sha256(json.dumps([[row.token_ids, row.spans] for row in rows]).encode()).hexdigest()
     identity = {"training": training.to_dict(), "layers": num_layers, "copied": initialise_from_target, "data": data}
     progress = {"update": 0, "rows_drawn": 0, "skipped": 0}
@@ -162,9 +162,11 @@ def _loss(
     token_ids = padded([torch.tensor(row.token_ids) for row in rows])
     is_text = padded([torch.ones(len(row.token_ids), dtype=torch.long) for row in rows])
     is_label = padded([torch.tensor(row.supervised()) for row in rows])[:, 1:]  # row t predicts token t + 1
-    parts = ("ids", "probs") if teachers else ()
-    teacher = [padded([getattr(one, part) for one in teachers])[:, :-1][is_label][:, None] for part in parts]
-    targets = slot_targets(token_ids[:, 1:][is_label][:, None], *teacher, distillation=distillation)
+    ids = probs = None
+    if teachers:
+        ids, probs = (padded([getattr(one, part) for one in teachers])[:, :-1][is_label] for part in ("ids", "probs"))
+        ids, probs = ids[:, None], probs[:, None]
+    targets = slot_targets(token_ids[:, 1:][is_label][:, None], ids, probs, distillation)
     inputs = {"input_ids": token_ids, "attention_mask": is_text, "use_cache": False}
     if candidates is None or candidate_ids is None:
         logits = model(**inputs).logits[:, :-1][is_label].float()

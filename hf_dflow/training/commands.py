@@ -91,7 +91,10 @@ def train(
     start_from: Annotated[
         str | None, typer.Option("--from", help="Continue from this drafter (DFlash or DFlow; folder or Hub name).")
     ] = None,
-    train_only: Annotated[str | None, typer.Option(help="relay: leave all other weights as they are.")] = None,
+    train_only: Annotated[str | None, typer.Option(help="relay or correction: all other weights stay.")] = None,
+    correction: Annotated[
+        int | None, typer.Option(min=1, help="Width of a causal correction to train along, e.g. 256; none by default.")
+    ] = None,
     features: Annotated[
         str | None, typer.Option(help="Folder for the target's states, or none; OUTPUT/features by default.")
     ] = None,
@@ -115,8 +118,9 @@ def train(
     given = (TrainingConfig.from_json(config) if config else PRESETS[preset]).to_dict()
     if start_from and not config:
         given["num_hidden_layers"] = given["block_size"] = None  # the drafter's own
-    given |= {key: value for key, value in (("train_only", train_only), ("seed", seed)) if value is not None}
-    if train_only and not config:
+    told = {"train_only": train_only, "seed": seed, "correction_intermediate_size": correction}
+    given |= {key: value for key, value in told.items() if value is not None}
+    if train_only == "relay" and not config:
         given["stages"] = [stage for stage in given["stages"] if stage["relay_rounds"]]
     training = TrainingConfig.from_dict(given, str(config or f"preset {preset}"))
 

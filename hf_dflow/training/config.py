@@ -11,7 +11,8 @@ from hf_dflow.errors import DFlowError
 
 PRECISIONS = ("float32", "bfloat16")
 DTYPES = ("float32", "bfloat16", "float16")
-TRAIN_ONLY = (None, "relay")
+TRAIN_ONLY = (None, "relay", "correction")
+DEFAULT_CANDIDATES = 16
 LEAST_DECAY = 0.01  # nothing is left of the second slot's weight, and the first one's is still a number
 DECAY_OF_BLOCK = {8: 4.0, 10: 5.0, 16: 7.0}  # arXiv 2602.06036
 
@@ -63,7 +64,12 @@ class TrainingConfig:
         teacher_top_k (`int`, *optional*, defaults to 32): Tokens kept of that distribution.
         use_relay (`bool`, *optional*, defaults to `True`): `False`: rounds without verifier states, no relay weights.
         relay_intermediate_size (`int`, *optional*): Width of the relay's MLP; by default the drafter's own.
-        train_only (`str`, *optional*): "relay" freezes everything else.
+        correction_intermediate_size (`int`, *optional*): Width of a causal correction, by which each slot hears of the
+            draft before it; `None`: none, or the drafter's own.
+        correction_top_k (`int`, *optional*): Candidates of a slot that it chooses from; 16.
+        base_share (`float`, *optional*, defaults to 0.25): Share of the slots that learn without the correction, so
+            that their candidates stay good (after Domino's base-anchored training, arXiv 2605.29707).
+        train_only (`str`, *optional*): "relay" or "correction" freezes everything else.
         precision (`str`, *optional*, defaults to "float32"): Or "bfloat16", the drafter's arithmetic under autocast.
             Its weights and the optimiser's state stay float32.
         target_dtype (`str`, *optional*, defaults to "float32"): What the frozen target is loaded in.
@@ -97,6 +103,9 @@ class TrainingConfig:
     teacher_top_k: int = 32
     use_relay: bool = True
     relay_intermediate_size: int | None = None
+    correction_intermediate_size: int | None = None
+    correction_top_k: int | None = None
+    base_share: float = 0.25
     train_only: str | None = None
     precision: str = "float32"
     target_dtype: str = "float32"
@@ -209,8 +218,12 @@ class TrainingConfig:
         require(holds, "loss_decay", f"a number from {LEAST_DECAY}")
         require(_is_number(self.distillation, 0.0, 1.0), "distillation", "a number in 0 … 1")
         require(_is_number(self.max_grad_norm, above=0.0), "max_grad_norm", "a number above 0")
-        width = self.relay_intermediate_size
-        require(width is None or _is_int(width, 1), "relay_intermediate_size", "a whole number from 1, or null")
+        for key in ("relay_intermediate_size", "correction_intermediate_size", "correction_top_k"):
+            require(getattr(self, key) is None or _is_int(getattr(self, key), 1), key, "a whole number from 1, or null")
+        require(_is_number(self.base_share, 0.0, 1.0), "base_share", "a number in 0 … 1")
+        corrects = self.correction_intermediate_size is not None
+        require(corrects or self.correction_top_k is None, "correction_top_k", "null without a correction")
+        require(not corrects or self.draft_vocab_size is None, "draft_vocab_size", "null with a causal correction")
         for key in ("feature_noise", "weight_decay"):
             require(_is_number(getattr(self, key), 0.0), key, "a number from 0")
         for key, allowed in (

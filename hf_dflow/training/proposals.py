@@ -17,15 +17,29 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @torch.no_grad()
-def greedy_proposals(drafter: DFlowDrafter, target: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The tokens `[A, N]` that greedy decoding drafts from states `[A, N, H]`; logits exist for a chunk at a time."""
-    head, config = target.get_output_embeddings(), drafter.config
+def greedy_proposals(
+    drafter: DFlowDrafter, target: Any, hidden: torch.Tensor, anchor_ids: torch.Tensor
+) -> torch.Tensor:
+    """The tokens `[A, N]` that greedy decoding drafts from states `[A, N, H]` behind anchors `[A]`.
+
+    Logits exist for a chunk of blocks at a time.
+    """
+    embedding, head, config = target.get_input_embeddings(), target.get_output_embeddings(), drafter.config
+    blocks = max(1, slots_per_chunk(config.vocab_size, hidden.device) // max(1, hidden.shape[1]))
     chosen = []
-    for states in hidden.flatten(0, 1).split(slots_per_chunk(config.vocab_size, hidden.device)):
+    for states, previous in zip(hidden.split(blocks), anchor_ids.split(blocks), strict=True):
         logits = drafter.compute_logits(states, head)
         logits[..., config.mask_token_id] = -torch.inf
-        chosen.append(logits.argmax(dim=-1).to(hidden.device))
-    return torch.cat(chosen).view(hidden.shape[:2])
+        candidates = drafter.candidates(states, logits.to(states.device), embedding, head)
+        if candidates is None:
+            chosen.append(logits.argmax(dim=-1).to(hidden.device))
+            continue
+        tokens: list[torch.Tensor] = []
+        for slot in range(hidden.shape[1]):
+            previous = candidates.logits(slot, previous, logits.shape[-1]).argmax(dim=-1)
+            tokens.append(previous)
+        chosen.append(torch.stack(tokens, dim=1))
+    return torch.cat(chosen)
 
 
 @torch.no_grad()

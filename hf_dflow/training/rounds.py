@@ -118,6 +118,15 @@ def _with_labels(hidden: torch.Tensor, sequences: Sequences, anchors: Anchors) -
     return result
 
 
+def previous_embeds(
+    drafter: DFlowDrafter, target: Any, sequences: Sequences, anchors: Anchors, labels: torch.Tensor
+) -> torch.Tensor:
+    """Embeddings `[A, N, H]` of the token before each slot on the trajectory, whose tokens are `labels` `[A, N]`."""
+    anchor_ids = sequences.token_ids[anchors.row, anchors.position]
+    previous_ids = torch.cat([anchor_ids[:, None], labels[:, :-1].clamp(min=0)], dim=1)
+    return drafter.embed(previous_ids, target.get_input_embeddings())
+
+
 def relay_additions(drafter: DFlowDrafter, target: Any, relayed: Relayed) -> torch.Tensor:
     """Additions `[A, N, H]` to the mask embeddings of slots 1 … N; zero where nothing is fed."""
     embedding = target.get_input_embeddings()
@@ -149,7 +158,8 @@ def next_round(
     Anchors whose next block has no label left are kept; their labels are all ignored. Without the relay, which is an
     ablation, the anchors step alike and the target is not asked.
     """
-    proposals = greedy_proposals(drafter, target, result.hidden)  # [A, N]
+    anchor_ids = sequences.token_ids[anchors.row, anchors.position]
+    proposals = greedy_proposals(drafter, target, result.hidden, anchor_ids)  # [A, N]
     accepted = accepted_lengths(proposals, result.labels)  # [A]
     position = torch.minimum(anchors.position + accepted + 1, sequences.document_ends(anchors) - 1)
     following = Anchors(anchors.row, position)

@@ -10,7 +10,7 @@ import torch
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DFlowError
 from hf_dflow.modeling_dflow import DFlowDrafter
-from hf_dflow.training.config import DECAY_OF_BLOCK, TrainingConfig, TrainingConfigError
+from hf_dflow.training.config import DECAY_OF_BLOCK, DEFAULT_CANDIDATES, TrainingConfig, TrainingConfigError
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.target import inner_model
 from hf_dflow.training.vocabulary import frequent_tokens
@@ -20,6 +20,7 @@ EVALUATIONS_PER_RUN, FEWEST_BETWEEN_EVALUATIONS = 10, 10
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Rotary settings of a target's attention shape or modalities that a plain drafter does not have.
 FOREIGN_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+NEW_PARTS = ("relay.", "causal_correction.")  # what a run may add to a drafter that it continues
 OWN_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")  # a target without them leaves ours at one
 
 
@@ -40,10 +41,18 @@ def resolve(
     Raises:
         TrainingConfigError: `training` contradicts the drafter to continue.
     """
+    has_correction = drafter is not None and drafter.causal_correction is not None
+    if training.train_only == "correction" and not (has_correction or training.correction_intermediate_size):
+        raise TrainingConfigError(
+            '"train_only" is "correction", and neither a drafter to continue nor the configuration has one; give '
+            '"correction_intermediate_size", e.g. 256'
+        )
     if drafter is not None:
         ours = drafter.config
         _check_trainable(ours)
         fixed = ["num_hidden_layers", "mask_token_id", "target_layer_ids", "draft_vocab_size"]
+        if has_correction:
+            fixed += ["correction_intermediate_size", "correction_top_k"]
         for key in [*fixed, "relay_intermediate_size"] if drafter.relay is not None else fixed:
             wanted, has = getattr(training, key), getattr(ours, key)
             if wanted is not None and wanted != has:
@@ -72,6 +81,8 @@ def resolve(
             filled["mask_token_id"] = unused_token(target, data_ids, special_ids or [])
         if filled["initialise_from_target"] is None:
             filled["initialise_from_target"] = _why_not_copied(target, filled["num_hidden_layers"]) is None
+    if filled.get("correction_intermediate_size", training.correction_intermediate_size) is not None:
+        filled["correction_top_k"] = filled.get("correction_top_k") or training.correction_top_k or DEFAULT_CANDIDATES
     config, layer_ids = target.config.get_text_config(), filled["target_layer_ids"]
     if max(layer_ids) >= config.num_hidden_layers:
         raise TrainingConfigError(
@@ -159,6 +170,8 @@ def drafter_config(target: Any, training: TrainingConfig, target_name: str | Non
         draft_vocab_size=training.draft_vocab_size,
         use_relay=training.use_relay,
         relay_intermediate_size=wanted["relay_intermediate_size"],
+        correction_intermediate_size=training.correction_intermediate_size,
+        correction_top_k=training.correction_top_k,
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
@@ -202,7 +215,7 @@ def reduce_vocabulary(drafter: DFlowDrafter, target: Any, rows: Sequence[Trainin
 
 
 def continued_drafter(drafter: DFlowDrafter, training: TrainingConfig) -> DFlowDrafter:
-    """`drafter` in float32 with the run's block, and with a relay at zero where the run wants one and it has none.
+    """`drafter` in float32 with the run's block; relay and correction start at zero where only the run wants them.
 
     A new drafter is built and filled, so the one given stays as it is.
     """
@@ -210,13 +223,15 @@ def continued_drafter(drafter: DFlowDrafter, training: TrainingConfig) -> DFlowD
     config.block_size = training.block_size or config.block_size
     config.use_relay = training.use_relay or drafter.relay is not None
     config.relay_intermediate_size = training.relay_intermediate_size or config.relay_intermediate_size
+    config.correction_intermediate_size = training.correction_intermediate_size  # resolved, as is the next
+    config.correction_top_k = training.correction_top_k
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         continued = DFlowDrafter(config).float()
     missing, unexpected = continued.load_state_dict(
         {key: value.float() for key, value in drafter.state_dict().items()}, strict=False
     )
-    if unexpected or any(not key.startswith("relay.") for key in missing):
+    if unexpected or any(not key.startswith(NEW_PARTS) for key in missing):
         raise DFlowError(f"the drafter to continue does not fit its own configuration: {missing + unexpected}")
     return continued
 

@@ -23,7 +23,7 @@ from hf_dflow.training.evaluate import DecodingCounts, decode
 from hf_dflow.training.head import head_owner
 from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, head_rows, slot_targets
 from hf_dflow.training.packing import Anchors, Sequences
-from hf_dflow.training.rounds import draft_round, next_round
+from hf_dflow.training.rounds import RoundResult, draft_round, next_round, previous_embeds
 from hf_dflow.training.run_log import RunLog
 from hf_dflow.training.start import continued_drafter, drafter_config, initialise_from_target, new_drafter, resolve
 from hf_dflow.training.target import describe_target
@@ -87,9 +87,10 @@ class Trainer:
         else:
             drafter = continued_drafter(drafter, self.training)
         self.drafter = drafter.to(target.device).train()
-        if self.training.train_only == "relay":
+        if self.training.train_only is not None:
             self.drafter.requires_grad_(False)
-            self.drafter.relay.requires_grad_(True)
+            part = {"relay": self.drafter.relay, "correction": self.drafter.causal_correction}[self.training.train_only]
+            part.requires_grad_(True)
         self.parameters = [one for one in self.drafter.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=self.training.weight_decay)
         # Anchors, noise and candidates; processes draw different ones.
@@ -166,9 +167,8 @@ class Trainer:
                     result.labels, result.teacher_ids, result.teacher_probs, self.training.distillation
                 )
                 targets = self.candidates.relabel(targets)
-                loss = decayed_cross_entropy(
-                    result.hidden, targets, head.weight, decay, self.drafter.shape_logits, head.bias
-                )
+                hidden = self._corrected(sequences, anchors, result)
+                loss = decayed_cross_entropy(hidden, targets, head.weight, decay, self.drafter.shape_logits, head.bias)
             if loss.requires_grad:  # the mask round has no gradient where only the relay is trained
                 (loss / self.training.gradient_accumulation).backward()
             losses.append(loss.detach())
@@ -177,6 +177,17 @@ class Trainer:
                     self.drafter, self.target, sequences, anchors, result, self.training.use_relay
                 )
         return losses
+
+    def _corrected(self, sequences: Sequences, anchors: Anchors, result: RoundResult) -> torch.Tensor:
+        """Draft states `[A, N, H]` behind the trajectory's tokens; a share of the slots stays as the backbone said."""
+        if self.drafter.causal_correction is None:
+            return result.hidden
+        corrected = self.drafter.causal_correction(
+            result.hidden, previous_embeds(self.drafter, self.target, sequences, anchors, result.labels)
+        )
+        share = self.training.base_share if self.training.train_only != "correction" else 0.0
+        is_base = torch.rand(result.labels.shape, generator=self.generator) < share
+        return torch.where(is_base.to(corrected.device)[..., None], result.hidden, corrected)
 
     def _average_over_processes(self, totals: torch.Tensor) -> None:
         """Mean gradients and `totals`, in place. By hand: a round is several calls, none a wrapped `forward`."""
