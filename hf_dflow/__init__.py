@@ -16,6 +16,7 @@ from hf_dflow.generation.acceptance import AcceptanceContext, AcceptanceProcesso
 from hf_dflow.generation.configuration import DFlowGenerationConfig
 from hf_dflow.generation.decoder import DFlowDecoder
 from hf_dflow.generation.feedback import VerifierFeedback
+from hf_dflow.generation.mixture import StaleMixture
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.pair import check_pair, record_target, tokenizer_fingerprint
 from hf_dflow.generation.statistics import AcceptanceStatistics
@@ -40,6 +41,7 @@ __all__ = [
     "DrafterWeightsError",
     "GenerateDFlowOutput",
     "PairMismatchError",
+    "StaleMixture",
     "UnknownDrafterError",
     "UnsupportedGenerationError",
     "VerifierFeedback",

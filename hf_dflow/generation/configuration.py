@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.acceptance import AcceptanceProcessor, AcceptanceThreshold
+from hf_dflow.generation.mixture import StaleMixture, is_mixture_weight
 from hf_dflow.kernels import BACKENDS
 from hf_dflow.modeling_dflow import DFlowDrafter
 
@@ -22,14 +23,17 @@ class DFlowOptions:
     verification: str | None = None
     num_draft_tokens: int | None = None
     acceptance_threshold: float | None = None
+    stale_mixture: bool | float | None = None
     acceptance_processors: list[AcceptanceProcessor] | None = None
     kernel_backend: str | None = None
     seeds: list[int] | None = None
 
     @property
     def all_processors(self) -> list[AcceptanceProcessor]:
-        """The caller's acceptance processors, and the relaxed rule behind them where a threshold is set."""
+        """The caller's acceptance processors, behind them the stale mixture and the relaxed rule where they are on."""
         processors = list(self.acceptance_processors or [])
+        if self.stale_mixture:
+            processors.append(StaleMixture(None if self.stale_mixture is True else self.stale_mixture))
         if self.acceptance_threshold is not None:
             processors.append(AcceptanceThreshold(self.acceptance_threshold))
         return processors
@@ -52,6 +56,9 @@ class DFlowGenerationConfig(GenerationConfig):
             How many drafts to verify each step, at most; the drafter drafts its full block anyway.
         acceptance_threshold (`float`, *optional*):
             **Lossy.** Also accept a draft whose target probability is at least this.
+        stale_mixture (`bool` or `float`, *optional*, defaults to `False`):
+            Mix what the verifier said on rejected rows into the next draft's law ([`StaleMixture`]): `True` learns the
+            weight online, a number in (0, 1] fixes it. Lossless.
         acceptance_processors (`list[AcceptanceProcessor]`, *optional*): See [`AcceptanceProcessor`]. Not serialised.
         kernel_backend (`str`, *optional*, defaults to `"auto"`):
             What verifies a block: `"torch"`, `"triton"` (never falls back), or `"auto"`: Triton on a CUDA device where
@@ -114,6 +121,9 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
         raise UnsupportedGenerationError(
             f"kernel_backend='{options.kernel_backend}' is unknown; use one of {', '.join(BACKENDS)}."
         )
+    mixture = options.stale_mixture
+    if mixture is not None and not isinstance(mixture, bool) and not is_mixture_weight(mixture):
+        raise UnsupportedGenerationError(f"stale_mixture={mixture!r}; use True, False or a fixed weight in (0, 1].")
     threshold = options.acceptance_threshold
     if threshold is not None and not (isinstance(threshold, int | float) and 0.0 < threshold <= 1.0):
         raise UnsupportedGenerationError(f"acceptance_threshold={threshold!r}; use a probability in (0, 1].")
