@@ -180,7 +180,10 @@ class Loop:
         step, branch = self.steps[-1], self.script[len(self.steps) - 1]
         step.outcomes = outcomes_of(arguments)
         step.taken = branch.outcome(step.outcomes)
-        step.numbers[0, arguments["draft_ids"].shape[1] :] = step.taken.uniforms
+        if len(step.taken.uniforms) + arguments["draft_ids"].shape[1] == step.numbers.shape[1]:
+            step.numbers[0, arguments["draft_ids"].shape[1] :] = step.taken.uniforms  # the loop hands these on
+        else:  # the block was cut
+            arguments = {**arguments, "uniforms": step.taken.uniforms[None]}
         decision = verify_block(**arguments)
         assert (int(decision.accepted_length), int(decision.bonus_ids)) == (step.taken.accepted, step.taken.bonus)
         return decision

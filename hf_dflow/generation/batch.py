@@ -18,6 +18,7 @@ from hf_dflow.generation.records import Records, combine
 from hf_dflow.generation.row_processors import for_row
 from hf_dflow.generation.state import DecodeState, Row
 from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.generation.step_length import LengthPlanner, StepCosts
 from hf_dflow.generation.uniforms import generator_of, row_seeds
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ def make_rows(
     options: DFlowOptions,
     processors: LogitsProcessorList,
     rule: str,
+    costs: StepCosts | None = None,
 ) -> list[Row]:
     """One row for each of `input_ids` `(B, T)`, with processors, acceptance processors and random numbers of its own.
 
@@ -54,6 +56,7 @@ def make_rows(
             records=Records(generation_config),
             generator=generators[i],
             statistics=AcceptanceStatistics(verification=rule, lossless=not lossy),
+            planner=None if costs is None else LengthPlanner(costs),
         )
         for i in range(batch_size)
     ]

@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.acceptance import AcceptanceProcessor, AcceptanceThreshold
 from hf_dflow.generation.mixture import StaleMixture, is_mixture_weight
+from hf_dflow.generation.step_length import StepCosts
 from hf_dflow.kernels import BACKENDS
 from hf_dflow.modeling_dflow import DFlowDrafter
 
@@ -22,6 +23,8 @@ class DFlowOptions:
     use_relay: bool | None = None
     verification: str | None = None
     num_draft_tokens: int | None = None
+    adaptive_length: bool | None = None
+    step_costs: Any = None
     acceptance_threshold: float | None = None
     stale_mixture: bool | float | None = None
     acceptance_processors: list[AcceptanceProcessor] | None = None
@@ -54,6 +57,12 @@ class DFlowGenerationConfig(GenerationConfig):
             (it may keep state) and relaxed acceptance need `"token"`, which is then the default.
         num_draft_tokens (`int`, *optional*, defaults to all of a block):
             How many drafts to verify each step, at most; the drafter drafts its full block anyway.
+        adaptive_length (`bool`, *optional*, defaults to `False`):
+            Verify, at each step, only so many of these as are expected to pay, and pause drafting where it does not
+            ([`LengthPlanner`]). Lossless.
+        step_costs (`dict`, *optional*):
+            For that, `{"draft": seconds, "verify": [seconds of a forward over 1, 2, … tokens]}`; only ratios matter.
+            Measured once for a pair of models otherwise, so that sampled text then depends on the machine.
         acceptance_threshold (`float`, *optional*):
             **Lossy.** Also accept a draft whose target probability is at least this.
         stale_mixture (`bool` or `float`, *optional*, defaults to `False`):
@@ -117,6 +126,10 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
             f"num_draft_tokens={options.num_draft_tokens}; this drafter's block of {drafter.config.block_size} "
             f"allows 1 … {longest}."
         )
+    if options.adaptive_length not in (None, True, False):
+        raise UnsupportedGenerationError(f"adaptive_length={options.adaptive_length!r}; use True or False.")
+    if options.step_costs is not None:
+        StepCosts.read(options.step_costs, longest)
     if options.kernel_backend is not None and options.kernel_backend not in BACKENDS:
         raise UnsupportedGenerationError(
             f"kernel_backend='{options.kernel_backend}' is unknown; use one of {', '.join(BACKENDS)}."

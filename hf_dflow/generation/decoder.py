@@ -17,9 +17,10 @@ from hf_dflow.generation.pair import check_pair
 from hf_dflow.generation.path import PathProcessor
 from hf_dflow.generation.prefill import prompt_context
 from hf_dflow.generation.state import DecodeState, Row
+from hf_dflow.generation.step_length import StepCosts, step_costs
 from hf_dflow.generation.stopping import Emission, StopPlan
 from hf_dflow.generation.target import TargetSession
-from hf_dflow.generation.uniforms import draw
+from hf_dflow.generation.uniforms import cut, draw
 from hf_dflow.generation.verification import Verification, Verifier, choose_backend, choose_rule
 from hf_dflow.modeling_dflow import DFlowDrafter
 
@@ -78,7 +79,8 @@ class DFlowDecoder:
         options = resolve_options(self.drafter, generation_config, self.options)
         processors = logits_processor or LogitsProcessorList()
         rule = choose_rule(bool(generation_config.do_sample), options, PathProcessor(processors))
-        rows = batch.make_rows(input_ids, model, generation_config, options, processors, rule)
+        costs = self._step_costs(model, options)
+        rows = batch.make_rows(input_ids, model, generation_config, options, processors, rule, costs)
         if own_streamer is not None:
             streamer = own_streamer
             streamer.put(input_ids.cpu())
@@ -100,6 +102,13 @@ class DFlowDecoder:
             return call.run(some, kwargs)
 
         return batch.decode_all(decode, rows, model, generation_config, model_kwargs)
+
+    def _step_costs(self, model: PreTrainedModel, options: DFlowOptions) -> StepCosts | None:
+        if not options.adaptive_length:
+            return None
+        if options.step_costs is None:
+            return step_costs(model, self.drafter)
+        return StepCosts.read(options.step_costs, self.drafter.config.drafts_per_block)
 
 
 class _Call:
@@ -156,6 +165,7 @@ class _Call:
             # 1. the first turn drafts nothing and verifies nothing: its target forward is the prefill
             # 2. draft a block from anchor, context features and feedback
             draft = self._draft(state, lengths, draft_uniforms)
+            lengths, draft, verify_uniforms = self._shorten(state, lengths, draft, verify_uniforms)
             # 3. verify it with one target forward
             outputs, verification = self._verify(state, lengths, draft, verify_uniforms)
             # 4. clip what would be emitted, before any state changes
@@ -214,6 +224,19 @@ class _Call:
             return self.session.nothing(len(state.rows))
         state.num_draft_forwards += 1
         return self.session.draft(state.rows, lengths, state.feedback, uniforms)
+
+    def _shorten(
+        self, state: DecodeState, lengths: list[int], draft: DraftBlock, uniforms: torch.Tensor | None
+    ) -> tuple[list[int], DraftBlock, torch.Tensor | None]:
+        """Leave out drafts that are not expected to pay. The confidences are one more wait for the device in a step."""
+        if not self.options.adaptive_length or not max(lengths):
+            return lengths, draft, uniforms
+        confidences = draft.confidences(is_sampled=self.do_sample).tolist()
+        shorter = []
+        for row, length, values in zip(state.rows, lengths, confidences, strict=True):
+            assert row.planner is not None
+            shorter.append(row.planner.choose(values[:length]) if length else 0)
+        return shorter, draft.cut(shorter), cut(uniforms, max(shorter))
 
     def _verify(
         self, state: DecodeState, lengths: list[int], draft: DraftBlock, uniforms: torch.Tensor | None
@@ -293,6 +316,8 @@ class _Call:
         state.is_prefill = False
         for row, length, emission in zip(state.rows, lengths, emissions, strict=True):
             row.statistics.record(drafted=length, accepted=emission.accepted, emitted=emission.count)
+            if row.planner is not None and row.planner.learn(length, emission.accepted):
+                row.policy.pause()
             if length and row.policy.learn(emission.accepted):
                 self.warnings.say(
                     "None of the drafts of %d steps was accepted; decoding goes on without drafts, and tries the "

@@ -23,6 +23,21 @@ class DraftBlock:
     logits: torch.Tensor  # [B, N, V] processed, float32 or float64: the law that `token_ids` were drawn from
     is_finite: torch.Tensor  # [B] False where the drafter produced NaN or inf; its tokens are then arbitrary
     lengths: torch.Tensor | None = None  # [B] drafts that count, the rest being filling; None where all N do
+    base_logits: torch.Tensor | None = None  # [B, N, V] what the drafter said before any draft of the block was chosen
+
+    def confidences(self, is_sampled: bool) -> torch.Tensor:
+        """`[B, N]` how sure the drafter is of each slot's most likely token.
+
+        Where drafts are sampled, before any of them was: a cut that follows from these does not depend on the tokens.
+        """
+        logits = self.base_logits if is_sampled and self.base_logits is not None else self.logits
+        return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
+
+    def cut(self, lengths: list[int]) -> "DraftBlock":
+        """Only the first `lengths[b]` drafts of each row."""
+        most = max(lengths)
+        counts = None if min(lengths) == most else torch.tensor(lengths, device=self.token_ids.device)
+        return DraftBlock(self.token_ids[:, :most], self.logits[:, :most], self.is_finite, counts)
 
     def row(self, row: int, length: int) -> "DraftBlock":
         """The block of one row, as if it were alone, with its `length` drafts."""
@@ -113,12 +128,13 @@ class DraftSession:
         logits = self._hide_missing_tokens(logits)
         logits = self._adjust(rows, lengths, logits, feedback)
         hidden = torch.where(is_finite.to(hidden.device)[:, None, None], hidden, 0.0)
+        base_logits = logits
         candidates = self.drafter.candidates(hidden, logits.to(hidden.device), self.embedding, self.head)
         if candidates is None:
             token_ids, logits = self._choose(rows, lengths, logits, uniforms)
         else:
             token_ids, logits = self._select(rows, lengths, candidates, logits.shape[1], uniforms)
-        return DraftBlock(token_ids, logits, is_finite, counts)
+        return DraftBlock(token_ids, logits, is_finite, counts, base_logits)
 
     def block_hidden(
         self, anchor_ids: torch.Tensor, anchor_positions: list[int], feedback: "VerifierFeedback | None"

@@ -42,9 +42,13 @@ class DraftPolicy:
         self.in_vain += 1
         if self.in_vain < PATIENCE:
             return False
+        self.pause()
+        return self.in_vain == PATIENCE
+
+    def pause(self) -> None:
+        """Do not draft for a while, each time for longer until a draft is accepted."""
         self.pause_left = self.next_pause
         self.next_pause = min(2 * self.next_pause, LONGEST_PAUSE)
-        return self.in_vain == PATIENCE
 
 
 class Warnings:

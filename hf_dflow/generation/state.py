@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_dflow.generation.fallback import DraftPolicy
     from hf_dflow.generation.path import PathProcessor
     from hf_dflow.generation.records import Records
+    from hf_dflow.generation.step_length import LengthPlanner
     from hf_dflow.generation.stopping import Emission
     from hf_dflow.generation.verification import Verification
 
@@ -33,6 +34,7 @@ class Row:
     records: "Records"
     generator: torch.Generator | None  # None where nothing is sampled
     statistics: AcceptanceStatistics
+    planner: "LengthPlanner | None" = None  # where step lengths adapt
     next_position: int = 0  # absolute position of the next row the target computes, padding not counted
     is_finished: bool = False
 

@@ -49,6 +49,13 @@ def draw(
     return uniforms[:, :num_drafts], uniforms[:, num_drafts:]
 
 
+def cut(uniforms: torch.Tensor | None, num_drafts: int) -> torch.Tensor | None:
+    """Numbers `[B, num_drafts + 1]` for the first acceptance tests, and the bonus's, of `[B, N + 1]`."""
+    if uniforms is None or uniforms.shape[1] == num_drafts + 1:
+        return uniforms
+    return torch.cat([uniforms[:, :num_drafts], uniforms[:, -1:]], dim=1)
+
+
 def _widen(row: torch.Tensor, length: int, num_drafts: int) -> torch.Tensor:
     if length == num_drafts:
         return row
