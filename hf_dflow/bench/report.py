@@ -74,6 +74,7 @@ def pooled(statistics: Sequence[AcceptanceStatistics]) -> AcceptanceStatistics:
     for one in statistics:
         total.per_step_accepted += one.per_step_accepted
         total.per_step_drafted += one.per_step_drafted
+        total.predictions += one.predictions
         total.num_target_forwards += one.num_target_forwards
         total.num_draft_forwards += one.num_draft_forwards
         total.num_output_tokens += one.num_output_tokens

@@ -76,11 +76,13 @@ class Contestant:
         model (`DFlowDrafter` or `PreTrainedModel`, *optional*): A drafter, or a classic draft model for transformers'
             own assisted generation; without one the target decodes alone.
         use_relay (`bool`, *optional*): Of a drafter; its own default otherwise.
+        options (`dict`, *optional*): Further fields of [`DFlowGenerationConfig`].
     """
 
     name: str
     model: Any = None
     use_relay: bool | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_classic(self) -> bool:
@@ -180,7 +182,9 @@ def decode(
         arguments = {**options, "assistant_model": contestant.model, "streamer": steps}
     elif contestant.model is not None:
         rule = mode.verification if mode.temperature else None
-        config = DFlowGenerationConfig(**options, use_relay=contestant.use_relay, verification=rule)
+        config = DFlowGenerationConfig(
+            **options, use_relay=contestant.use_relay, verification=rule, **contestant.options
+        )
         arguments = {"assistant_model": contestant.model, "generation_config": config}
     if mode.temperature:
         torch.manual_seed(seed)

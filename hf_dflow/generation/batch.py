@@ -46,8 +46,10 @@ def make_rows(
     lossy = [type(one).__name__ for one in options.all_processors if one.is_lossy]
     if lossy:
         logger.warning("%s makes acceptance lossy: the text may differ from the target's own.", ", ".join(lossy))
-    return [
-        Row(
+    made = []
+    for i in range(batch_size):
+        statistics = AcceptanceStatistics(verification=rule, lossless=not lossy)
+        row = Row(
             index=i,
             ids=input_ids[i : i + 1],
             path=paths[i],
@@ -55,11 +57,11 @@ def make_rows(
             policy=DraftPolicy(),
             records=Records(generation_config),
             generator=generators[i],
-            statistics=AcceptanceStatistics(verification=rule, lossless=not lossy),
-            planner=None if costs is None else LengthPlanner(costs),
+            statistics=statistics,
+            planner=None if costs is None else LengthPlanner(costs, outcomes=statistics.predictions),
         )
-        for i in range(batch_size)
-    ]
+        made.append(row)
+    return made
 
 
 def decode_all(

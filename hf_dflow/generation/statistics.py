@@ -21,6 +21,8 @@ class AcceptanceStatistics:
         num_output_tokens (`int`): Tokens that entered the output.
         verification (`str`): The rule: "greedy", "token" or "block".
         lossless (`bool`): `False` where a relaxed rule was asked for.
+        predictions (`list[tuple[float, bool]]`): Where step lengths adapt: of each draft that was judged, the
+            probability that it was given, once those before it were accepted, and whether it was.
         per_row (`list[AcceptanceStatistics]`): The rows of a batch, in the total only.
     """
 
@@ -31,6 +33,7 @@ class AcceptanceStatistics:
     num_output_tokens: int = 0
     verification: str = "greedy"
     lossless: bool = True
+    predictions: list[tuple[float, bool]] = field(default_factory=list)
     per_row: list["AcceptanceStatistics"] = field(default_factory=list)
 
     def record(self, *, drafted: int, accepted: int, emitted: int) -> None:
@@ -50,6 +53,7 @@ class AcceptanceStatistics:
         return cls(
             per_step_accepted=[length for row in rows for length in row.per_step_accepted],
             per_step_drafted=[length for row in rows for length in row.per_step_drafted],
+            predictions=[one for row in rows for one in row.predictions],
             num_target_forwards=num_target_forwards,
             num_draft_forwards=num_draft_forwards,
             num_output_tokens=sum(row.num_output_tokens for row in rows),

@@ -87,6 +87,7 @@ class LengthPlanner:
     seconds: float = 0.0
     seen: list[float] = field(default_factory=list)  # confidences of the present block; empty where nothing was drafted
     predicted: list[float] = field(default_factory=list)  # and what they were taken for
+    outcomes: list[tuple[float, bool]] = field(default_factory=list)  # of each judged draft: predicted, and accepted
 
     def acceptance(self, slot: int, confidence: float) -> float:
         """Probability that the draft of `slot`, from 0, is accepted once all before it are."""
@@ -121,6 +122,7 @@ class LengthPlanner:
             return False
         for slot in range(min(verified, accepted + 1)):
             group, place = min(slot, SLOT_GROUPS - 1), min(BINS - 1, int(self.seen[slot] * BINS))
+            self.outcomes.append((self.predicted[slot], slot < accepted))
             self.judged[group][place] = STALE * self.judged[group][place] + 1
             self.accepted[group][place] = STALE * self.accepted[group][place] + (slot < accepted)
         self.steps += 1

@@ -1,0 +1,81 @@
+"""The benchmark of the feedback's own decisions, on the tiny pair."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hf_dflow.bench import decisions
+from hf_dflow.bench.evaluation import Answer
+from hf_dflow.bench.runners import Mode, Run
+from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
+from hf_dflow.bench.workloads import Prompt
+from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.generation.step_length import StepCosts
+
+app = typer.Typer()
+app.command()(decisions.main)
+
+
+def run(tmp_path, what, *options):
+    prompts = json.loads(TINY_PROMPTS.read_text())
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps({task: texts[:2] for task, texts in prompts.items()}))
+    pair = ["--target", str(TINY_TARGET), "--drafter", str(TINY_DRAFTER), "--prompts", str(few)]
+    output = tmp_path / "record.json"
+    done = CliRunner().invoke(app, [what, *pair, "--json", str(output), "--max-new-tokens", "24", *options])
+    return done, json.loads(output.read_text()) if output.exists() else None
+
+
+def test_lengths_compete_with_fixed_ones_under_the_same_costs(tmp_path):
+    """Bug: a comparison with one fixed length alone, or costs that differ among the contestants."""
+    done, record = run(tmp_path, "length", "--fixed", "2", "--fixed", "7")
+    assert done.exit_code == 0, done.output
+    groups = record["modes"]["T=0"]
+    assert list(groups["all"]["contestants"]) == ["2 drafts", "7 drafts", "adaptive", "adaptive, mixture"]
+    found = groups["modelled_seconds_per_token"]["by_task"]
+    assert found.keys() == {*groups["by_task"], "all"}
+    assert all(value > 0 for task in found.values() for value in task.values())
+    assert len(record["conditions"]["step_costs"]["verify"]) == 8
+    assert groups["calibration"]["drafts"] > 20 and "calibration error" in done.output
+
+
+def test_mixtures_with_relay_and_without(tmp_path):
+    """Bug: the mixture measured on top of the relay only, where its gain on a stock drafter is the question."""
+    done, record = run(tmp_path, "mixture", "--temperature", "0", "--temperature", "1", "--verification", "token")
+    assert done.exit_code == 0, done.output
+    names = {"dflash", "dflash, mixture", "dflash, mixture 0.1", "dflow", "dflow, mixture", "dflow, mixture 0.1"}
+    assert all(groups["all"]["contestants"].keys() == names for groups in record["modes"].values())
+    assert set(record["modes"]) == {"T=0", "T=1, token verification"}
+
+
+def answer(**statistics):
+    counts = AcceptanceStatistics(**statistics)
+    return Answer(Prompt("task", "text"), Mode(), 0, {"x": Run([], 0, 0.0, counts)})
+
+
+def test_calibration_by_hand():
+    """Bug: bins that average away opposite errors, or weigh all bins alike."""
+    told = [(0.95, True)] * 6 + [(0.95, False)] * 2 + [(0.25, False)] * 2
+    found = decisions.calibration([answer(predictions=told)], "x")
+    assert found["drafts"] == 10
+    assert found["expected_calibration_error"] == pytest.approx((8 * 0.2 + 2 * 0.25) / 10)
+    assert decisions.calibration([answer()], "x") is None
+
+
+def test_modelled_seconds_by_hand():
+    """Bug: a step's draft or the forwards without drafts left out of the price."""
+    one = answer(
+        per_step_drafted=[2, 1], per_step_accepted=[2, 0], num_target_forwards=5, num_draft_forwards=3,
+        num_output_tokens=7,
+    )  # fmt: skip
+    costs = StepCosts(0.5, (1.0, 2.0, 4.0))
+    assert decisions.modelled_seconds([one], "x", costs) == pytest.approx((3 * 0.5 + 4.0 + 2.0 + 2 * 1.0) / 7)
+
+
+def test_what_does_not_exist_is_refused_at_once(tmp_path):
+    """Bug: minutes of decoding before a wrong word is noticed."""
+    for options in (["tree"], ["length", "--fixed", "9"]):
+        done, record = run(tmp_path, *options)
+        assert done.exit_code != 0 and record is None
