@@ -14,6 +14,7 @@ from hf_dflow.modeling_dflow import DFlowDrafter
 
 SPECULATION_TYPE = "dflow"
 SAMPLING_RULES = ("token", "block")
+LARGEST_TREE = 512
 
 
 @dataclass
@@ -25,6 +26,7 @@ class DFlowOptions:
     num_draft_tokens: int | None = None
     adaptive_length: bool | None = None
     step_costs: Any = None
+    tree_budget: int | None = None
     acceptance_threshold: float | None = None
     stale_mixture: bool | float | None = None
     acceptance_processors: list[AcceptanceProcessor] | None = None
@@ -63,6 +65,9 @@ class DFlowGenerationConfig(GenerationConfig):
         step_costs (`dict`, *optional*):
             For that, `{"draft": seconds, "verify": [seconds of a forward over 1, 2, … tokens]}`; only ratios matter.
             Measured once for a pair of models otherwise, so that sampled text then depends on the machine.
+        tree_budget (`int`, *optional*, defaults to none):
+            Verify so many drafts as a tree of paths instead of one chain ([`~hf_dflow.generation.tree.DraftTree`]).
+            Greedy decoding of one sequence only, on full attention.
         acceptance_threshold (`float`, *optional*):
             **Lossy.** Also accept a draft whose target probability is at least this.
         stale_mixture (`bool` or `float`, *optional*, defaults to `False`):
@@ -128,6 +133,11 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
         )
     if options.adaptive_length not in (None, True, False):
         raise UnsupportedGenerationError(f"adaptive_length={options.adaptive_length!r}; use True or False.")
+    budget = options.tree_budget
+    if budget is not None and (type(budget) is not int or not 1 <= budget <= LARGEST_TREE):
+        raise UnsupportedGenerationError(f"tree_budget={budget!r}; use a whole number of drafts, 1 … {LARGEST_TREE}.")
+    if budget is not None and options.adaptive_length:
+        raise UnsupportedGenerationError("tree_budget does not go with adaptive_length; leave one of them out.")
     if options.step_costs is not None:
         StepCosts.read(options.step_costs, longest)
     if options.kernel_backend is not None and options.kernel_backend not in BACKENDS:

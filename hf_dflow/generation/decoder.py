@@ -20,6 +20,7 @@ from hf_dflow.generation.state import DecodeState, Row
 from hf_dflow.generation.step_length import StepCosts, step_costs
 from hf_dflow.generation.stopping import Emission, StopPlan
 from hf_dflow.generation.target import TargetSession
+from hf_dflow.generation.tree import check_tree, expansion, grow
 from hf_dflow.generation.uniforms import cut, draw
 from hf_dflow.generation.verification import Verification, Verifier, choose_backend, choose_rule
 from hf_dflow.modeling_dflow import DFlowDrafter
@@ -167,7 +168,10 @@ class _Call:
             draft = self._draft(state, lengths, draft_uniforms)
             lengths, draft, verify_uniforms = self._shorten(state, lengths, draft, verify_uniforms)
             # 3. verify it with one target forward
-            outputs, verification = self._verify(state, lengths, draft, verify_uniforms)
+            if state.tree is None:
+                outputs, verification = self._verify(state, lengths, draft, verify_uniforms)
+            else:
+                lengths, draft, outputs, verification = self._verify_tree(state, draft)
             # 4. clip what would be emitted, before any state changes
             emissions = self._clip(state, lengths, draft, verification)
             # 5. commit
@@ -186,6 +190,10 @@ class _Call:
         state = DecodeState(rows, model_kwargs, is_returned=is_returned, backend=self.verifier.backend)
         state.cache.activate_past_recording()
         self.target.open(model_kwargs)
+        if self.options.tree_budget is not None:
+            asks = [getattr(self.config, name, None) for name in ("output_hidden_states", "output_attentions")]
+            returns_states = bool(self.config.return_dict_in_generate) and any(asks)
+            check_tree(self.model, state.cache, len(rows), self.do_sample, returns_states)
         state.cached_rows = int(state.cache.get_seq_length())
         if state.cached_rows:
             logger.warning(
@@ -223,6 +231,8 @@ class _Call:
         if not max(lengths):
             return self.session.nothing(len(state.rows))
         state.num_draft_forwards += 1
+        if self.options.tree_budget is not None:
+            return self._draft_tree(state, lengths)
         return self.session.draft(state.rows, lengths, state.feedback, uniforms)
 
     def _shorten(
@@ -238,11 +248,29 @@ class _Call:
             shorter.append(row.planner.choose(values[:length]) if length else 0)
         return shorter, draft.cut(shorter), cut(uniforms, max(shorter))
 
+    def _draft_tree(self, state: DecodeState, lengths: list[int]) -> DraftBlock:
+        """Grow the block's tree; what is returned holds the slots' laws, and no drafts yet."""
+        slots = self.session.slots(state.rows, lengths, state.feedback)
+        expand = expansion(slots, slots.logits.shape[-1])
+        anchor_id = int(state.rows[0].ids[0, -1])
+        state.tree = grow(expand, anchor_id, lengths[0], self.options.tree_budget or 1)
+        return DraftBlock(slots.logits.argmax(dim=-1), slots.logits, slots.is_finite)
+
+    def _verify_tree(self, state: DecodeState, block: DraftBlock) -> tuple[list[int], DraftBlock, Any, Verification]:
+        """Verify all nodes in one forward, then judge the path that stays as the chain that it is."""
+        assert state.tree is not None
+        outputs, logits, features, chain = self.target.forward_tree(state, state.tree, block)
+        lengths = [chain.token_ids.shape[1]]
+        return lengths, chain, outputs, self._judge(state, lengths, chain, logits, features, None)
+
     def _verify(
         self, state: DecodeState, lengths: list[int], draft: DraftBlock, uniforms: torch.Tensor | None
     ) -> tuple[Any, Verification]:
         outputs, logits, features = self.target.forward(state, draft)
-        verification = self.verifier(
+        return outputs, self._judge(state, lengths, draft, logits, features, uniforms)
+
+    def _judge(self, state: DecodeState, lengths: list[int], draft: DraftBlock, logits, features, uniforms):
+        return self.verifier(
             state.rows,
             lengths,
             draft,
@@ -251,7 +279,6 @@ class _Call:
             uniforms,
             lambda row, new_ids, scores: self.stop.ends(row.ids, new_ids, row.records.scores_with(scores)),
         )
-        return outputs, verification
 
     def _clip(
         self, state: DecodeState, lengths: list[int], draft: DraftBlock, verification: Verification
@@ -314,8 +341,10 @@ class _Call:
 
     def _record(self, state: DecodeState, lengths: list[int], emissions: list[Emission]) -> None:
         state.is_prefill = False
+        tree, state.tree = state.tree, None
         for row, length, emission in zip(state.rows, lengths, emissions, strict=True):
-            row.statistics.record(drafted=length, accepted=emission.accepted, emitted=emission.count)
+            drafted = length if tree is None else tree.size
+            row.statistics.record(drafted=drafted, accepted=emission.accepted, emitted=emission.count)
             if row.planner is not None and row.planner.learn(length, emission.accepted):
                 row.policy.pause()
             if length and row.policy.learn(emission.accepted):

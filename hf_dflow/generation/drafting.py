@@ -45,6 +45,17 @@ class DraftBlock:
         return DraftBlock(self.token_ids[one, :length], self.logits[one, :length], self.is_finite[one])
 
 
+@dataclass(frozen=True)
+class Slots:
+    """What the drafter said of a block's slots before any of them was chosen."""
+
+    logits: torch.Tensor  # [B, N, V] unprocessed, wide, on the target's device; -inf for what must not be drafted
+    candidates: Any  # of slots that hear of each other, see `DFlowDrafter.candidates`; else None
+    is_finite: torch.Tensor  # [B]
+    counts: torch.Tensor | None  # [B] drafts that count; None where all N do
+    device: torch.device  # where candidates are asked
+
+
 class DraftSession:
     """The drafter at work in one call: its cache of context keys and values, and nothing that outlives the call.
 
@@ -109,6 +120,15 @@ class DraftSession:
             feedback (`VerifierFeedback`, *optional*): Of the step before.
             uniforms (`torch.Tensor` of shape `(B, N)`, *optional*): Numbers in [0, 1); `None` drafts the most likely.
         """
+        slots = self.slots(rows, lengths, feedback)
+        if slots.candidates is None:
+            token_ids, logits = self._choose(rows, lengths, slots.logits, uniforms)
+        else:
+            token_ids, logits = self._select(rows, lengths, slots.candidates, slots.logits.shape[1], uniforms)
+        return DraftBlock(token_ids, logits, slots.is_finite, slots.counts, slots.logits)
+
+    def slots(self, rows: "list[Row]", lengths: list[int], feedback: "VerifierFeedback | None") -> Slots:
+        """One drafter forward over a full block; the slots that count. Arguments are those of `draft`."""
         num_drafts = max(lengths)
         anchor_ids = torch.cat([row.ids[:, -1] for row in rows])
         positions = [row.next_position for row in rows]
@@ -128,13 +148,8 @@ class DraftSession:
         logits = self._hide_missing_tokens(logits)
         logits = self._adjust(rows, lengths, logits, feedback)
         hidden = torch.where(is_finite.to(hidden.device)[:, None, None], hidden, 0.0)
-        base_logits = logits
         candidates = self.drafter.candidates(hidden, logits.to(hidden.device), self.embedding, self.head)
-        if candidates is None:
-            token_ids, logits = self._choose(rows, lengths, logits, uniforms)
-        else:
-            token_ids, logits = self._select(rows, lengths, candidates, logits.shape[1], uniforms)
-        return DraftBlock(token_ids, logits, is_finite, counts, base_logits)
+        return Slots(logits, candidates, is_finite, counts, hidden.device)
 
     def block_hidden(
         self, anchor_ids: torch.Tensor, anchor_positions: list[int], feedback: "VerifierFeedback | None"

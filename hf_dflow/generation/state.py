@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_dflow.generation.records import Records
     from hf_dflow.generation.step_length import LengthPlanner
     from hf_dflow.generation.stopping import Emission
+    from hf_dflow.generation.tree import DraftTree
     from hf_dflow.generation.verification import Verification
 
 
@@ -53,6 +54,7 @@ class DecodeState:
     columns: TargetColumns | None = None  # of the target's cache; None where one row is alone and has no holes
     feedback: VerifierFeedback | None = None
     is_prefill: bool = True
+    tree: "DraftTree | None" = None  # of the present step, where it drafts one
     cached_rows: int = 0  # columns of committed tokens in the target cache
     ahead: int = 0  # tokens that the cache held from the start and that the rows' ids leave out
     is_returned: bool = False  # whether the caller gets the cache

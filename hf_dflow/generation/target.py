@@ -8,6 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_dflow.generation import _compat
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.prefill import prefill
+from hf_dflow.generation.tree import DraftTree, keep_path, tree_inputs
 
 if TYPE_CHECKING:
     from hf_dflow.generation.state import DecodeState
@@ -72,6 +73,44 @@ class TargetSession:
             outputs = self.model(**inputs)
             logits = outputs.logits[:, logits_of]
         return outputs, logits.to(device), _compat.capture_features(outputs.hidden_states, self.taps).to(device)
+
+    def forward_tree(
+        self, state: "DecodeState", tree: DraftTree, block: DraftBlock
+    ) -> tuple[Any, torch.Tensor, torch.Tensor, DraftBlock]:
+        """One target forward over the anchor and all nodes of a tree, of which one path stays: that along which the
+        target agrees longest, and its likeliest continuation. From there on the step is that of a chain.
+
+        Args:
+            block (`DraftBlock`): Whose `logits` `[1, N, V]` are those of the slots.
+
+        Returns:
+            `tuple`: As `forward`, of anchor and path; and the path as a block.
+        """
+        row, device = state.rows[0], self.model.device
+        state.num_target_forwards += 1
+        cached = int(state.cache.get_seq_length())
+        nodes = torch.tensor([tree.token_ids], device=device)
+        inputs = _compat.model_inputs(
+            self.model,
+            state.committed_ids(nodes),
+            state.model_kwargs,
+            new_tokens=tree.size + 1,
+            num_drafts=tree.size,
+            is_prefill=False,
+        )
+        tree_inputs(inputs, tree, self.model, row.next_position, cached)
+        inputs["output_hidden_states"] = True
+        outputs = self.model(**inputs)
+        logits = outputs.logits[:, -tree.size - 1 :]
+        path = tree.path(logits[0].float().argmax(dim=-1).tolist())
+        rows = torch.tensor([0, *path], device=logits.device)
+        features = _compat.capture_features(outputs.hidden_states, self.taps)
+        keep_path(state.cache, cached, [0, *path])
+        _compat.crop(state.cache, tree.size - len(path))
+        chain = DraftBlock(
+            nodes[:, rows[1:].to(device) - 1], block.logits[:, : len(path)], block.is_finite, base_logits=None
+        )
+        return outputs, logits[:, rows].to(device), features[:, rows.to(features.device)].to(device), chain
 
     def _recurs(self, state: "DecodeState", num_drafts: int) -> bool:
         """Whether a forward has one of the two shapes that come again: a full block, and one token while drafting
