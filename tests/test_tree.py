@@ -117,8 +117,6 @@ def test_greedy_text_is_the_targets(family, fields):
     for ours, theirs in zip(output.logits, plain.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert_not_vacuous(output.statistics)
-    chain = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
-    assert output.statistics.num_target_forwards <= chain.statistics.num_target_forwards
     assert max(output.statistics.per_step_drafted) == 12
 
 
