@@ -50,6 +50,15 @@ def test_mixtures_with_relay_and_without(tmp_path):
     assert set(record["modes"]) == {"T=0", "T=1, token verification"}
 
 
+def test_trees_beside_the_chain(tmp_path):
+    """Bug: a budget that does not reach the loop."""
+    done, record = run(tmp_path, "tree")
+    assert done.exit_code == 0, done.output
+    found = record["modes"]["T=0"]["all"]["contestants"]
+    rates = [found[name]["draft_acceptance_rate"] for name in ("tree of 8", "tree of 16", "tree of 32")]
+    assert rates == sorted(rates, reverse=True) and rates[0] > rates[2]
+
+
 def answer(**statistics):
     counts = AcceptanceStatistics(**statistics)
     return Answer(Prompt("task", "text"), Mode(), 0, {"x": Run([], 0, 0.0, counts)})
@@ -76,6 +85,6 @@ def test_modelled_seconds_by_hand():
 
 def test_what_does_not_exist_is_refused_at_once(tmp_path):
     """Bug: minutes of decoding before a wrong word is noticed."""
-    for options in (["tree"], ["length", "--fixed", "9"]):
+    for options in (["forest"], ["length", "--fixed", "9"], ["tree", "--temperature", "1"]):
         done, record = run(tmp_path, *options)
         assert done.exit_code != 0 and record is None

@@ -1,7 +1,8 @@
 """`python -m hf_dflow.bench.decisions`: what the feedback's own decisions are worth, each switch alone and together.
 
 * mixture: the draft law mixed with what the verifier said on rejected rows (`stale_mixture`);
-* length: how many drafts a step verifies (`adaptive_length`), against every fixed number.
+* length: how many drafts a step verifies (`adaptive_length`), against every fixed number;
+* tree: paths of one block judged together (`tree_budget`), greedy.
 """
 
 import json
@@ -24,7 +25,8 @@ from hf_dflow.errors import DFlowError
 from hf_dflow.generation.configuration import SAMPLING_RULES
 from hf_dflow.generation.step_length import StepCosts, step_costs
 
-WHAT = ("mixture", "length")
+WHAT = ("mixture", "length", "tree")
+BUDGETS = (8, 16, 32)
 FIXED_WEIGHT = 0.1
 CALIBRATION_BINS = 10
 
@@ -49,6 +51,9 @@ def contestants_of(pair: Pair, what: str, fixed: Sequence[int], costs: StepCosts
             for name, use_relay in bases
             for way, options in ways
         ]
+    if what == "tree":
+        trees = [Contestant(f"tree of {n}", pair.drafter, options={"tree_budget": n}) for n in BUDGETS]
+        return [Contestant("chain", pair.drafter), *trees]
     assert costs is not None
     adaptive = {"adaptive_length": True, "step_costs": {"draft": costs.draft, "verify": list(costs.verify)}}
     both = {**adaptive, "stale_mixture": True}
@@ -91,7 +96,7 @@ def modelled_seconds(answers: Sequence[Answer], contestant: str, costs: StepCost
 
 
 def main(
-    what: Annotated[str, typer.Argument(help=f"{' or '.join(WHAT)}.")],
+    what: Annotated[str, typer.Argument(help=f"{', '.join(WHAT)}.")],
     drafter: Annotated[str | None, typer.Option(help="Drafter folder or Hub name; the bundled one by default.")] = None,
     target: Annotated[str | None, typer.Option(help="Folder or Hub name; SmolLM2-135M-Instruct by default.")] = None,
     json_path: JsonOption = None,
@@ -115,11 +120,13 @@ def main(
 ) -> None:
     """Decode held-out prompts with the switches off and on; exit code 1 if a greedy text differs."""
     if what not in WHAT:
-        raise DFlowError(f"{what}: use {' or '.join(WHAT)}")
+        raise DFlowError(f"{what}: use one of {', '.join(WHAT)}")
     modes = modes_of(temperature or [0.0], verification or SAMPLING_RULES)
     workload = tasks_in_turn(
         chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
     )
+    if what == "tree" and any(mode.temperature for mode in modes):
+        raise DFlowError("trees are for greedy decoding; leave --temperature out")
     use_threads(threads)
     pair = load_pair(target, drafter)
     longest = pair.drafter.config.drafts_per_block
