@@ -8,7 +8,13 @@ from kit import assert_not_vacuous, dflow_greedy, plain_greedy, prompt_of, tiny_
 from memorize import memorize
 from trainer_kit import STAGES, differing, tiny_trainer, weights_of
 
-from hf_dflow import DFlowDrafterConfig, DrafterConfigError
+from hf_dflow import (
+    DFlowDecoder,
+    DFlowDrafterConfig,
+    DFlowGenerationConfig,
+    DrafterConfigError,
+    UnsupportedGenerationError,
+)
 from hf_dflow.correction import head_scores
 from hf_dflow.generation.drafting import DraftSession
 from hf_dflow.training.config import TrainingConfig, TrainingConfigError
@@ -54,8 +60,18 @@ def test_rows_of_a_batch_are_corrected_by_their_own_drafts():
         if i == 0:
             assert_not_vacuous(alone.statistics)
             assert torch.equal(alone.sequences, text[:, : alone.sequences.shape[1]])
+    off = target.generate(
+        prompts[:1],
+        assistant_model=drafter,
+        generation_config=DFlowGenerationConfig(
+            use_correction=False, do_sample=False, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True
+        ),
+    )
     drafter.causal_correction = None
     without = dflow_greedy(target, drafter, prompts[:1], max_new_tokens=NEW_TOKENS)
+    assert off.statistics.per_step_accepted == without.statistics.per_step_accepted
+    with pytest.raises(UnsupportedGenerationError, match="use_correction=True"):
+        DFlowDecoder(drafter, use_correction=True)
     assert without.statistics.per_step_accepted != together.statistics.per_row[0].per_step_accepted
 
 

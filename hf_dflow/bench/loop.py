@@ -1,4 +1,4 @@
-"""`python -m hf_dflow.bench.loop`: this package's loop, relay off, against transformers' own DFlash loop.
+"""`python -m hf_dflow.bench.loop`: this package's loop, relay and correction off, against transformers' own DFlash loop.
 
 Same target, drafter, prompts and tokens, in one process, by turns. Run it when nothing else runs.
 """
@@ -26,6 +26,7 @@ from hf_dflow.bench.runners import Pair, load_pair, use_threads
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, first_of_each_task, read_prompts
 
 LOOPS = ("hf_dflow", "transformers")
+AS_TRANSFORMERS = {"use_relay": False, "use_correction": False}  # which has neither
 MAX_RATIO = 1.03  # of seconds per step; the upper end of the interval counts
 MAX_OWN_MILLISECONDS = 5.0  # per step, forwards of target and drafter not counted
 DRAFT_WORK = ("embed", "project_context", "context_key_values", "draft_hidden", "compute_logits")
@@ -86,7 +87,7 @@ def time_loop(
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
     if loop == "hf_dflow":
-        arguments: dict[str, Any] = {"generation_config": DFlowGenerationConfig(**options, use_relay=False)}
+        arguments: dict[str, Any] = {"generation_config": DFlowGenerationConfig(**options, **AS_TRANSFORMERS)}
     else:
         arguments = {**options, "speculation_type": "dflash"}
     target: Any = pair.target

@@ -22,6 +22,7 @@ class DFlowOptions:
     """Resolved options of one call; see [`DFlowGenerationConfig`]."""
 
     use_relay: bool | None = None
+    use_correction: bool | None = None
     verification: str | None = None
     num_draft_tokens: int | None = None
     adaptive_length: bool | None = None
@@ -54,6 +55,8 @@ class DFlowGenerationConfig(GenerationConfig):
     Args:
         use_relay (`bool`, *optional*, defaults to whether the drafter has a relay):
             Feed rejected target rows into the next draft. Never changes the output law.
+        use_correction (`bool`, *optional*, defaults to whether the drafter has a causal correction):
+            Draft the slots one after the other, each by what the one before said. Never changes the output law.
         verification (`str`, *optional*, defaults to `"block"` when sampling):
             `"token"` or `"block"`. Greedy decoding has one rule and ignores it. A logits processor of unknown kind
             (it may keep state) and relaxed acceptance need `"token"`, which is then the default.
@@ -110,6 +113,8 @@ def resolve_options(
     options = DFlowOptions(**chosen)
     if options.use_relay is None:
         options.use_relay = drafter.relay is not None
+    if options.use_correction is None:
+        options.use_correction = drafter.causal_correction is not None
     longest = drafter.config.drafts_per_block
     if options.num_draft_tokens is None:
         options.num_draft_tokens = longest
@@ -121,6 +126,10 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
     if options.use_relay and drafter.relay is None:
         raise UnsupportedGenerationError(
             "use_relay=True, but this drafter has no relay weights; load one with a relay or leave use_relay out."
+        )
+    if options.use_correction and drafter.causal_correction is None:
+        raise UnsupportedGenerationError(
+            "use_correction=True, but this drafter has no causal correction; load one that has, or leave it out."
         )
     if options.verification is not None and options.verification not in SAMPLING_RULES:
         raise UnsupportedGenerationError(

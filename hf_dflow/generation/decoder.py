@@ -139,6 +139,7 @@ class _Call:
             head,
             vocab_size=_compat.logits_width(model, head),
             use_relay=bool(options.use_relay),
+            use_correction=bool(options.use_correction),
             device=self.device,
             batch_size=batch_size,
         )

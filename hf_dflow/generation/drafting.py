@@ -64,6 +64,7 @@ class DraftSession:
         embedding, head (`nn.Module`): The target's input embedding and LM head.
         vocab_size (`int`): Width of the target's logits.
         use_relay (`bool`): Whether feedback conditions the slots.
+        use_correction (`bool`): Whether slots hear of each other, where the drafter has a causal correction.
         device (`torch.device`): Where drafts are returned.
         batch_size (`int`, *optional*, defaults to 1): B, rows.
     """
@@ -76,12 +77,13 @@ class DraftSession:
         *,
         vocab_size: int,
         use_relay: bool,
+        use_correction: bool = True,
         device: torch.device,
         batch_size: int = 1,
     ):
         self.drafter, self.embedding, self.head = drafter, embedding, head
         self.vocab_size, self.device = vocab_size, device
-        self.use_relay = use_relay
+        self.use_relay, self.use_correction = use_relay, use_correction
         self.cache = DraftCache(drafter, batch_size)
         config = drafter.config
         self.first_row = drafter.first_drafting_row
@@ -148,7 +150,9 @@ class DraftSession:
         logits = self._hide_missing_tokens(logits)
         logits = self._adjust(rows, lengths, logits, feedback)
         hidden = torch.where(is_finite.to(hidden.device)[:, None, None], hidden, 0.0)
-        candidates = self.drafter.candidates(hidden, logits.to(hidden.device), self.embedding, self.head)
+        candidates = None
+        if self.use_correction or self.drafter.causal_correction is None:
+            candidates = self.drafter.candidates(hidden, logits.to(hidden.device), self.embedding, self.head)
         return Slots(logits, candidates, is_finite, counts, hidden.device)
 
     def block_hidden(
