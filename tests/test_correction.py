@@ -28,6 +28,7 @@ def corrected_pair(std: float = 0.1):
     """A drafter that learned the target's text with its correction, so that blocks are accepted in part."""
     target = tiny_target("llama")
     drafter = tiny_drafter(target, 5, **WIDTH)
+    torch.manual_seed(0)
     torch.nn.init.normal_(drafter.causal_correction.down_proj.weight, std=std)
     return target, drafter
 
@@ -123,6 +124,7 @@ def test_only_the_correction_is_trained_where_only_it_should_be(tmp_path):
 def test_a_share_of_the_slots_learns_without_it(share, tmp_path):
     """Bug: candidates that only the corrected states learn to rank, or a correction that never learns."""
     trainer = tiny_trainer(tmp_path, correction_intermediate_size=8, base_share=share)
+    torch.manual_seed(0)
     torch.nn.init.normal_(trainer.drafter.causal_correction.down_proj.weight, std=0.1)
     trainer.step(STAGES[0], 1e-3)
     gradient = trainer.drafter.causal_correction.up_proj.weight.grad
@@ -163,6 +165,7 @@ def test_a_run_from_another_drafter_adds_it_or_keeps_it(tmp_path):
     added = tiny_trainer(tmp_path / "1", drafter=plain, correction_intermediate_size=8, **fields)
     assert not added.drafter.causal_correction.down_proj.weight.any()
     assert plain.causal_correction is None
+    torch.manual_seed(0)
     torch.nn.init.normal_(added.drafter.causal_correction.down_proj.weight)
     kept = tiny_trainer(tmp_path / "2", drafter=copy.deepcopy(added.drafter), **fields)
     assert torch.equal(

@@ -1,4 +1,4 @@
-"""`python -m hf_dflow.bench.loop`: this package's loop, relay and correction off, against transformers' own DFlash loop.
+"""`python -m hf_dflow.bench.loop`: our loop, relay and correction off, against transformers' own DFlash loop.
 
 Same target, drafter, prompts and tokens, in one process, by turns. Run it when nothing else runs.
 """
