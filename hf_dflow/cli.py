@@ -13,6 +13,7 @@ from hf_dflow import hub_commands as hub
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.bench.options import JsonOption
 from hf_dflow.errors import DFlowError
+from hf_dflow.hub import check_name
 from hf_dflow.hub_commands import errors_in_words
 from hf_dflow.training import commands as training
 
@@ -26,6 +27,8 @@ ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU
 def _given_or_tiny(tiny: bool, target: str | None, drafter: str | Path | None):
     """Target, drafter and prompts of the tiny pair, or what the options named."""
     if not tiny:
+        for name in filter(None, (target, drafter)):
+            check_name(name)
         return target, drafter, None
     if target or drafter:
         raise DFlowError("--tiny brings its own target and drafter; leave --target and --drafter out")

@@ -65,6 +65,28 @@ def resolve(name: Any) -> str:
     return str(BUNDLED[name]) if name in BUNDLED and not os.path.isdir(name) else name
 
 
+def check_name(name: Any) -> None:
+    """Refuse what can be neither a folder here nor a name on the Hub; nobody is asked.
+
+    Raises:
+        `OSError`: There is no such folder, and no repository can have that name.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    name = os.fspath(name)
+    if name in BUNDLED or os.path.isdir(name):
+        return
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        found = "is a file, not a folder" if os.path.exists(name) else "there is no such folder"
+        raise OSError(
+            f"{name}: {found}, and it is no name on the Hub either (owner/name, of letters, digits, '-', '_' and '.'). "
+            "Correct the path, or give a repository's name."
+        ) from error
+
+
 def drafters_for(target: str) -> list[Drafter]:
     """The rows of the table for a target's name, whatever its case; the bundled first."""
     return [row for row in TABLE if row.target.casefold() == target.casefold()]

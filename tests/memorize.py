@@ -25,7 +25,10 @@ def memorize(drafter, target, text: torch.Tensor, *, prompt_length: int, steps: 
     learned = torch.where(is_wrong, (text[0] + 1) % config.mask_token_id, text[0])
     first = drafter.first_drafting_row
     labels = learned[positions[:, first:] + 1 - first]
-    if drafter.draft_token_ids is not None:  # what it cannot say, it cannot learn
+    # What it cannot say, it cannot learn.
+    if config.vocab_size is not None:
+        labels = labels.where(labels < config.vocab_size, -100)
+    if drafter.draft_token_ids is not None:
         labels = labels.where(torch.isin(labels, drafter.draft_token_ids), -100)
     keys = torch.cat([torch.arange(length).expand(len(anchors), -1), positions], dim=1)  # [A, T + L]
     is_block = torch.arange(keys.shape[1]) >= length

@@ -19,8 +19,11 @@ from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair, use_threads
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
-from hf_dflow.errors import DFlowError
+from hf_dflow.errors import DFlowError, PairMismatchError
 from hf_dflow.generation.configuration import SAMPLING_RULES
+from hf_dflow.generation.pair import check_pair
+from hf_dflow.hub import check_name
+from hf_dflow.hub_commands import errors_in_words
 from hf_dflow.training.draft_model import load_draft_model
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -56,8 +59,9 @@ def contestants_of(
         others (`list[str]`, *optional*): `NAME=FOLDER` of each; a relay there is used, and also switched off.
 
     Raises:
-        DFlowError: One of these is not of that form, or its name is taken.
+        DFlowError: One of these is not of that form, its name is taken, or it was made for another target.
     """
+    check_pair(pair.target, pair.drafter, pair.tokenizer)
     contestants = [Contestant("dflash", pair.drafter, use_relay=False)]
     if pair.drafter.relay is not None:
         contestants.append(Contestant("dflow", pair.drafter, use_relay=True))
@@ -70,6 +74,10 @@ def contestants_of(
             raise DFlowError(f"--other {given}: give NAME=FOLDER with a name that is not one of {names}")
         taken |= own
         drafter = DFlowDrafter.from_pretrained(folder, dtype=pair.target.dtype).to(pair.target.device).eval()
+        try:
+            check_pair(pair.target, drafter, pair.tokenizer)
+        except PairMismatchError as error:
+            raise PairMismatchError(f"--other {given}: {error}") from error
         contestants.append(Contestant(name, drafter, use_relay=drafter.relay is not None))
         if drafter.relay is not None:
             contestants.append(Contestant(f"{name}, relay off", drafter, use_relay=False))
@@ -167,6 +175,9 @@ def main(
     workload = tasks_in_turn(
         chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
     )
+    for name in (target, drafter, autoregressive, *(one.partition("=")[2] for one in other or [])):
+        if name:
+            check_name(name)
     use_threads(threads)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     pair = load_pair(target, drafter, getattr(torch, dtype), place)
@@ -198,4 +209,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(errors_in_words()(main))

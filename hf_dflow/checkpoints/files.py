@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
+from hf_dflow.hub import check_name
 
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder")
 LONGEST_JSON = 16 * 2**20  # bytes; the index of a thousand shards is far smaller
@@ -37,8 +38,9 @@ def read_config(source: str, hub_options: Mapping[str, Any]) -> tuple[dict[str, 
 
     Raises:
         [`DrafterConfigError`]: No config.json, or one that is no JSON object.
-        `OSError`: No such repository, no access, or no network.
+        `OSError`: No such folder or repository, no access, or no network.
     """
+    check_name(source)
     try:
         file = cached_file(source, "config.json", **hub_options)
     except OSError as error:
@@ -47,7 +49,9 @@ def read_config(source: str, hub_options: Mapping[str, Any]) -> tuple[dict[str, 
                 f"{source} is a gated repository: ask for access on its page, then pass token=… or log in with "
                 "`hf auth login`."
             ) from error
-        raise
+        if os.path.isdir(source):
+            raise
+        raise OSError(f"{source}: there is no such folder here. As a name on the Hub: {error}") from error
     if file is None:
         raise DrafterConfigError(f"{source}: no config.json.")
     try:

@@ -123,7 +123,11 @@ def _layer_fields(layers: Any, refuse) -> dict[str, Any]:
     kind = layers.get("model_type", "qwen3")
     if kind not in CONFIG_MAPPING:
         refuse(f"'transformer_layer_config.model_type' is {kind!r}, which transformers does not know")
-    known = {key: value for key, value in layers.items() if key in (*LAYER_FIELDS, "use_sliding_window", "rope_theta")}
+    known = {
+        key: value
+        for key, value in layers.items()
+        if key in (*LAYER_FIELDS, "use_sliding_window", "rope_theta", "rope_scaling")
+    }
     try:
         config = CONFIG_MAPPING[kind](**known)
     except Exception as error:  # whatever a configuration class raises on wrong values

@@ -8,6 +8,7 @@ import typer
 
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.errors import DFlowError
+from hf_dflow.hub import check_name
 
 
 def data(
@@ -47,6 +48,7 @@ def data(
     if output.suffix != ".jsonl":
         raise DFlowError(f"{output}: the output must be a .jsonl file (compress it afterwards; .gz is read as well)")
     options = _template_options(template_options)
+    check_name(target)
 
     from transformers import AutoTokenizer
 
@@ -109,6 +111,8 @@ def train(
     for path in (*data, *([config] if config else [])):
         if not path.is_file():
             raise DFlowError(f"{path}: no such file")
+    for name in (target, *([start_from] if start_from else [])):
+        check_name(name)
 
     from hf_dflow.bench.runners import use_threads
     from hf_dflow.training.config import PRESETS, TrainingConfig

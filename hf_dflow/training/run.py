@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dflow._version import __version__
 from hf_dflow.errors import DFlowError
+from hf_dflow.generation.pair import record_target
 from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training import checkpoint
 from hf_dflow.training.config import TrainingConfig
@@ -24,6 +25,7 @@ from hf_dflow.training.features import FeatureStore
 from hf_dflow.training.live import LiveFeatures
 from hf_dflow.training.start import resolve
 from hf_dflow.training.target import describe_target
+from hf_dflow.training.templates import chat_mode
 from hf_dflow.training.trainer import Trainer, supervised_ids
 
 FILLING_TIMEOUT = timedelta(days=2)  # other processes wait while the first fills the feature cache
@@ -97,7 +99,10 @@ def train(
     drafter = DFlowDrafter.from_pretrained(start_from) if start_from else None
     target = load_frozen_target(target_name, training.target_dtype, revision, accelerator.device)
     _check_token_ids(rows + held_out, target)
-    training = resolve(training, target, supervised_ids(rows), drafter, _special_ids(target_name, revision))
+    tokenizer = _load_tokenizer(target_name, revision)
+    # Among its special tokens an unused one makes the best mask.
+    special_ids = [] if tokenizer is None else list(tokenizer.all_special_ids)
+    training = resolve(training, target, supervised_ids(rows), drafter, special_ids)
     arguments: Any = (rows, target, training.target_layer_ids)
     options: Any = {
         "dtype": training.feature_dtype,
@@ -131,6 +136,8 @@ def train(
     accelerator.print(f"{len(rows)} rows to train on, {len(held_out)} held out; {parameters:,} parameters trained")
     if trainer.resume():
         accelerator.print(f"resumed behind update {trainer.update} of {training.updates}")
+    # Behind the check of what a resumed run must have in common: what is recorded of the target is no part of that.
+    record_pair(trainer.drafter, target, tokenizer, files)
     trainer.run()
     if trainer.skipped == trainer.update:
         raise DFlowError(
@@ -184,12 +191,27 @@ def held_out_prompts(held_out: list[TrainingRow]) -> list[list[int]]:
     return [row.token_ids[: row.prompt_length] for row in ordered if row.prompt_length]
 
 
-def _special_ids(name: str, revision: str | None) -> list[int]:
-    """The tokenizer's special tokens, among which an unused one makes the best mask; none without a tokenizer."""
+def record_pair(drafter: DFlowDrafter, target: Any, tokenizer: Any, files: list[DataFile]) -> None:
+    """Write into the drafter's configuration what it is trained for; nothing stays of an earlier target.
+
+    The chat mode is what the data files say of themselves, where all say the same. Of files that say nothing, a drafter
+    that the run continued from keeps its own.
+    """
+    config: Any = drafter.config
+    config.target_name = config.target_revision = config.tokenizer_fingerprint = None
+    templates = [(file.header or {}).get("template") for file in files]
+    modes = {template and chat_mode(template, tokenizer) for template in templates}
+    if modes != {None}:
+        config.chat_mode = modes.pop() if len(modes) == 1 else None
+    record_target(drafter, target, tokenizer)
+
+
+def _load_tokenizer(name: str, revision: str | None) -> Any:
+    """The target's, or `None` for a target that comes without one."""
     try:
-        return list(AutoTokenizer.from_pretrained(name, revision=revision).all_special_ids)
+        return AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError):
-        return []
+        return None
 
 
 def _provenance(

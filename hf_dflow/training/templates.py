@@ -13,6 +13,7 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "hfdflowplaceholder"  # plain letters: no template trims, escapes or parses them
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # names that templates give to the same option
 
 
 class ChatTemplateError(DFlowError, ValueError):
@@ -201,3 +202,41 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(messages, tools=tools, **self.options, **options)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatTemplateError(f"the chat template refuses a chat: {error}") from error
+
+
+def chat_mode(described: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """How a target was asked: "thinking" or "non-thinking" where its template has such a switch, else "chat"; "raw"
+    without a template.
+
+    Args:
+        described (`dict`): What [`ChatTemplate.describe`] wrote into the data.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, to see what its template does unasked.
+
+    Returns:
+        `str`, or `None` where it cannot be told: the template that was used is not the tokenizer's.
+    """
+    digest, options = described.get("sha256", ""), described.get("options") or {}
+    if digest is None:
+        return "raw"
+    for switch in THINKING_SWITCHES:
+        if isinstance(options.get(switch), bool):
+            return "thinking" if options[switch] else "non-thinking"
+    if tokenizer is None or not tokenizer.chat_template:
+        return None
+    template = ChatTemplate(tokenizer, set())
+    if template.describe()["sha256"] != digest:
+        return None
+
+    def asked(**more) -> list[int]:
+        template.options = {**options, **more}
+        return template.encode_prompt([{"role": "user", "content": PLACEHOLDER}])
+
+    try:
+        for switch in THINKING_SWITCHES:
+            if re.search(rf"\b{switch}\b", template.source):
+                on, off, unasked = asked(**{switch: True}), asked(**{switch: False}), asked()
+                if on != off:
+                    return "thinking" if unasked == on else "non-thinking" if unasked == off else None
+    except ChatTemplateError:
+        return None
+    return "chat"
