@@ -264,6 +264,7 @@ class MonitoredRoute:
             num_spec_steps=totals.spec_steps,
             num_plain_steps=totals.plain_steps,
             num_switches=totals.switches,
+            low_acceptance=self.monitor.threshold_of(self.name),
         )
 
 

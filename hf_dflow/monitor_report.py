@@ -21,6 +21,7 @@ class RouteFigures:
     num_spec_steps: int
     num_plain_steps: int
     num_switches: int  # to plain decoding
+    low_acceptance: float | None = None  # the threshold that was set for it
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ EXPORTED: tuple[tuple[str, str, str, Callable[[RouteFigures], float | None]], ..
     ("drafting", "gauge", "1 while the route drafts, 0 while it decodes plainly or tries.",
      lambda one: one.state == DRAFTING),
     ("draft_acceptance_rate", "gauge", "Accepted over drafted, last steps.", lambda one: one.draft_acceptance_rate),
+    ("low_acceptance_threshold", "gauge", "Acceptance rate that is reported.", lambda one: one.low_acceptance),
     ("tokens_per_step", "gauge", "Accepted drafts and the bonus, last steps.", lambda one: one.tokens_per_step),
     ("break_even_tokens_per_step", "gauge", "From which drafting pays.", lambda one: one.break_even),
 )  # fmt: skip

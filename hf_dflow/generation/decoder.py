@@ -166,6 +166,7 @@ class _Call:
             self._feed_back(state, lengths, draft, verification)
             # 7. record, stream; rows that have ended leave
             self._record(state, lengths, emissions)
+            del outputs, verification  # a prompt's states of all layers need not outlive the prefill
         if self.streamer is not None:
             self.streamer.end()
 
