@@ -170,7 +170,7 @@ def test_tables_are_those_of_their_records(measured, tmp_path):
     assert "old" not in filled and filled.startswith("before\n") and filled.endswith("behind\n")
     assert render(filled, tmp_path) == filled
     value = measured[0]["modes"]["T=0"]["all"]["contestants"]["dflow"]["tokens_per_step"]["value"]
-    assert f"| T=0 | all | dflow | {value:.2f} [" in as_markdown(measured[0])
+    assert f"| T=0 | dflow | {value:.2f} [" in as_markdown(measured[0])
     with pytest.raises(DFlowError, match="no table"):
         render("no table here", tmp_path)
     with pytest.raises(DFlowError, match=r"gone\.json"):

@@ -72,7 +72,7 @@ def of_answers(answers: Sequence[Answer]) -> dict[str, Any]:
     `effective_tps_with_bonus` all tokens that entered the output.
     """
     found = {}
-    for name in answers[0].runs:
+    for name in sorted(answers[0].runs, key=lambda name: (name != PLAIN, name)):  # who began decides no table
         runs = [answer.runs[name] for answer in answers]
         total, seconds = pooled([run.statistics for run in runs]), sum(run.seconds for run in runs)
         requests = [

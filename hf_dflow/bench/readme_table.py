@@ -11,8 +11,17 @@ from typing import Any
 from hf_dflow.errors import DFlowError
 
 BLOCK = re.compile(r"(<!-- bench: (?P<path>\S+) -->\n)(?P<table>.*?)(<!-- /bench -->)", re.DOTALL)
-HEADINGS = ("mode", "task", "strategy", "tokens per step", "accepted", "std", "forwards per token", "p50, s", "p95, s")
-HEADINGS += ("tokens/s",)
+HEADINGS = (
+    "mode",
+    "strategy",
+    "tokens per step",
+    "accepted",
+    "std",
+    "forwards per token",
+    "p50, s",
+    "p95, s",
+    "tokens/s",
+)
 
 
 def render(text: str, folder: Path) -> str:
@@ -36,17 +45,12 @@ def render(text: str, folder: Path) -> str:
 
 
 def as_markdown(record: dict[str, Any]) -> str:
-    """The table, and one line of conditions."""
+    """The table over all tasks, and one line of conditions; figures by task are in the record and in the report."""
     lines = ["", "| " + " | ".join(HEADINGS) + " |", "|---" * len(HEADINGS) + "|"]
     for mode, found in record["modes"].items():
-        parts = [*found["by_task"].items()]
-        if len(parts) > 1:
-            parts.append(("all", {**found["all"], "latency": found["latency"]}))
-        for task, part in parts:
-            for name, times in part["latency"].items():
-                lines.append(
-                    "| " + " | ".join([mode, task, name, *_cells(part["contestants"].get(name), times)]) + " |"
-                )
+        for name, times in found["latency"].items():
+            cells = [mode, name, *_cells(found["all"]["contestants"].get(name), times)]
+            lines.append("| " + " | ".join(cells) + " |")
     said = record["conditions"]
     same = record["identity"]
     texts = ", ".join(f"{name} {count}" for name, count in same["identical_to_plain"].items())

@@ -145,7 +145,7 @@ def encode_chat(
         thinking (`bool`, *optional*): Handed to the template as `enable_thinking`, which some know.
     """
     messages = [{"role": "user", "content": prompt}]
-    flags = {} if thinking is None else {"enable_thinking": thinking}
+    flags: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     encoded: Any = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **flags
     )
