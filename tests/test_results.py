@@ -16,6 +16,7 @@ EVALUATIONS = {
     "eval-other-kinds": "24 of other wording, six tasks",
     "eval-human-eval": "12 of HumanEval",
 }
+NO_CORRECTION = "no correction"  # the DFlash drafter without its causal correction
 KINDS = ("dflash", "multi_round", "dflow, relay off", "dflow")
 
 
@@ -71,6 +72,8 @@ def test_printed_figures_are_the_measured_ones(document):
         assert sampled_row(mode) in text
     for name in KINDS:
         assert ablation_row(name) in text
+    without = evaluation("eval-chat")["modes"]["T=0"]["all"]["contestants"][NO_CORRECTION]
+    assert with_interval(without["tokens_per_step"], ".2f") in text
     speed = evaluation("eval-seconds")["modes"]["T=0"]["all"]["contestants"]["dflow"]["speed_up"]
     assert with_interval(speed, ".2f") in text
 
@@ -82,7 +85,7 @@ def test_records_say_what_they_depend_on():
         assert {"versions", "cpu", "target", "drafter", "block_size", "max_new_tokens"} <= record["conditions"].keys()
         assert record["modes"]["T=0"]["all"]["prompts"] == len(record["rows"]) == record["conditions"]["prompts"]
         assert "sharegpt" not in {row["task"] for row in record["rows"] if "prompt" in row}
-        assert record["modes"]["T=0"]["all"]["contestants"].keys() == set(KINDS)
+        assert record["modes"]["T=0"]["all"]["contestants"].keys() - {NO_CORRECTION} == set(KINDS)
 
 
 def test_the_experiment_prints_the_measured_tables():
@@ -128,6 +131,39 @@ def test_what_an_update_costs_is_what_the_runs_took():
         )
         found = [record["seconds_per_update"] for record in map(json.loads, lines) if "seconds_per_update" in record]
         assert len(found) == 20 and f"{kind} {sum(found) / len(found):.1f} s" in text
+
+
+def decision_rows(group):
+    """Each way to decode: tokens per step, target forwards per token, and the gain over the first way."""
+    names = list(group["contestants"])
+    for name in names:
+        found = group["contestants"][name]
+        gain = "" if name == names[0] else with_interval(group["differences"][f"{name} - {names[0]}"]["gain"], "+.1%")
+        steps = with_interval(found["tokens_per_step"], ".2f")
+        yield f"| {name} | {steps} | {found['target_forwards_per_token']:.2f} | {gain} |"
+
+
+def test_what_the_decisions_are_worth_is_measured():
+    """Bug: a switch praised for figures that no record holds, or whose greedy text was not the target's."""
+    text = (ROOT / "docs" / "feedback-decisions.md").read_text(encoding="utf-8")
+    for name in ("tree", "mixture"):
+        record = evaluation(f"decisions-{name}")
+        assert record["identity"]["identical_to_each_other"] == record["conditions"]["prompts"]
+        for groups in record["modes"].values():
+            for row in decision_rows(groups["all"]):
+                assert row in text
+    groups = evaluation("decisions-length")["modes"]["T=0"]
+    found = groups["modelled_seconds_per_token"]
+    for task, seconds in found["by_task"].items():
+        assert length_row(task, seconds, found["plain"]) in text
+    assert f"{groups['calibration']['expected_calibration_error']:.1%}" in text
+
+
+def length_row(task, seconds, plain):
+    """Milliseconds a token by the cost of forwards: plain, each fixed length, adaptive, and its gain over the best."""
+    fixed = {name: value for name, value in seconds.items() if name.endswith("drafts")}
+    cells = [f"{1e3 * value:.0f}" for value in (plain, *fixed.values(), seconds["adaptive"])]
+    return f"| {task} | " + " | ".join([*cells, f"{min(fixed.values()) / seconds['adaptive'] - 1:+.1%}"]) + " |"
 
 
 def test_the_learning_curve_prints_the_measured_figures():

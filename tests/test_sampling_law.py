@@ -9,7 +9,7 @@ from law import VOCAB, Loop, branches, law_error, target_law, three_token_drafte
 from scipy.stats import chi2
 from transformers import set_seed
 
-from hf_dflow import DFlowGenerationConfig, VerifierFeedback
+from hf_dflow import AcceptanceMonitor, DFlowGenerationConfig, MonitorSettings, StepTimes, VerifierFeedback
 from hf_dflow.generation import drafting, verification
 
 EXACT = 1e-9  # float64 enumeration rounds at 1e-15
@@ -153,12 +153,21 @@ def without_memory(target):
     return target
 
 
-def transition_p_value(block_size: int, num_calls: int, num_tokens: int = 320) -> float:
-    """p-value of the transitions in `num_calls * num_tokens` sampled tokens against the target's own."""
+def transition_p_value(block_size: int, num_calls: int, num_tokens: int = 320, **options) -> float:
+    """p-value of the transitions in `num_calls * num_tokens` sampled tokens against the target's own.
+
+    `options` are fields of [`DFlowGenerationConfig`].
+    """
     target = without_memory(three_token_target())
     drafter = three_token_drafter(target, block_size)
     config = DFlowGenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=num_tokens, return_dict_in_generate=True
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=num_tokens,
+        return_dict_in_generate=True,
+        **options,
     )
     counts = np.zeros((VOCAB, VOCAB))
     accepted = drafted = 0
@@ -180,6 +189,15 @@ def transition_p_value(block_size: int, num_calls: int, num_tokens: int = 320) -
 def test_chi_square(block_size, num_calls):
     """Bug: random numbers shared between draws, or a law that is right only with scripted numbers."""
     assert transition_p_value(block_size, num_calls) > 1e-4
+
+
+def test_chi_square_under_a_monitor():
+    """Bug: a switch between drafting and plain decoding that knows the token it is about to let through."""
+    settings = MonitorSettings(window=2, fewest_steps=1, probe_steps=1, first_pause=1, longest_pause=2)
+    monitor = AcceptanceMonitor(settings, times=StepTimes(draft=0.5, verify=1.5, plain=1.0))
+    assert transition_p_value(3, 8, monitor=monitor.route("law")) > 1e-4
+    figures = monitor.route("law").figures()
+    assert figures.num_switches > 50 and figures.num_plain_steps > 400 and figures.num_spec_steps > 400
 
 
 def test_control_chi_square(monkeypatch):

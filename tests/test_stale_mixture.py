@@ -171,6 +171,22 @@ def test_greedy_text_is_the_targets_and_blocks_are_accepted_in_part(value):
     assert output.statistics.lossless
 
 
+@pytest.mark.parametrize(
+    "switch",
+    [{"adaptive_length": True, "step_costs": {"draft": 0.1, "verify": [1.0 + 0.1 * n for n in range(8)]}},
+     {"tree_budget": 9}],
+    ids=["adaptive", "tree"],
+)  # fmt: skip
+def test_it_goes_with_blocks_that_are_cut_and_with_trees(switch):
+    """Bug: slots that were mixed and then not verified, looked up among the drafts that were."""
+    target, prompt = kit.tiny_target("llama"), kit.prompt_of(9)
+    drafter = kit.scripted(kit.NudgedDrafter, target, prompt, 60)
+    config = DFlowGenerationConfig(stale_mixture=True, do_sample=False, return_dict_in_generate=True, **switch)
+    output = target.generate(prompt, generation_config=config, assistant_model=drafter, max_new_tokens=60)
+    assert torch.equal(output.sequences, kit.plain_greedy(target, prompt, 60))
+    kit.assert_not_vacuous(output.statistics)
+
+
 @pytest.mark.parametrize("value", [0.0, 1.5, "on", float("nan"), -0.1])
 def test_impossible_weights_are_refused(value):
     """Bug: a weight of 150% and logarithms of negative numbers; a zero that somebody took for learning."""

@@ -47,7 +47,7 @@ def contestants_of(pair: Pair, what: str, fixed: Sequence[int], costs: StepCosts
         ]
         bases = [("dflash", False), *([("dflow", True)] if has_relay else [])]
         return [
-            Contestant(name + way, pair.drafter, use_relay, options)
+            Contestant(name + way, pair.drafter, use_relay, options=options)
             for name, use_relay in bases
             for way, options in ways
         ]

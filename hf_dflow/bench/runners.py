@@ -26,10 +26,11 @@ class Pair:
     drafter: DFlowDrafter
     tokenizer: PreTrainedTokenizerBase
     target_name: str
+    thinking: bool | None = None  # what the chat template is told; None: nothing, so that its own default holds
 
     def encode(self, prompt: str) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask` `[1, T]` of a user message in the target's chat template."""
-        return encode_chat(self.tokenizer, prompt, self.target.device)
+        return encode_chat(self.tokenizer, prompt, self.target.device, self.thinking)
 
     def describe(self) -> dict[str, Any]:
         """What a figure must say about the pair."""
@@ -41,6 +42,8 @@ class Pair:
             "draft_layers": drafter.num_hidden_layers,
             "has_relay": self.drafter.relay is not None,
             "chat_template": "the target's own, default system prompt",
+            "thinking": "the template's default" if self.thinking is None else self.thinking,
+            "quantization": quantization_of(self.target),
         }
 
 
@@ -76,21 +79,36 @@ class Contestant:
         model (`DFlowDrafter` or `PreTrainedModel`, *optional*): A drafter, or a classic draft model for transformers'
             own assisted generation; without one the target decodes alone.
         use_relay (`bool`, *optional*): Of a drafter; its own default otherwise.
-        options (`dict`, *optional*): Further fields of [`DFlowGenerationConfig`].
+        lookup_tokens (`int`, *optional*, defaults to 0): Without a model: drafts in a step of transformers' prompt
+            lookup, which copies what followed the last words before.
+        is_their_loop (`bool`, *optional*, defaults to `False`): Run a drafter by transformers' own DFlash loop.
+        num_draft_tokens (`int`, *optional*): Of a drafter: verify at most so many drafts in a step.
+        options (`dict`, *optional*): Of a drafter: further fields of [`DFlowGenerationConfig`].
     """
 
     name: str
     model: Any = None
     use_relay: bool | None = None
+    lookup_tokens: int = 0
+    is_their_loop: bool = False
+    num_draft_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_classic(self) -> bool:
         return self.model is not None and not isinstance(self.model, DFlowDrafter)
 
+    @property
+    def is_transformers(self) -> bool:
+        """Whether transformers' assisted generation runs it, which keeps no statistics."""
+        return self.is_classic or self.is_their_loop or self.lookup_tokens > 0
+
     def can_decode(self, mode: Mode) -> bool:
-        """transformers' assisted generation verifies token by token."""
-        return not (self.is_classic and mode.verification == "block")
+        """transformers' assisted generation verifies token by token; its DFlash loop, sampled, fails in some
+        releases."""
+        if self.is_their_loop and mode.temperature:
+            return False
+        return not (self.is_transformers and mode.verification == "block")
 
 
 @dataclass
@@ -102,6 +120,7 @@ class Run:
     seconds: float  # prompt included
     # Plain decoding has no steps, for which the statistics' own definitions give 1 token per step.
     statistics: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    first_token_seconds: float = 0.0  # until the target's first forward is over
 
 
 def use_threads(threads: int | None) -> None:
@@ -110,11 +129,27 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, prompt: str, device: Any = "cpu") -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` `[1, T]` of a user message in the tokenizer's chat template."""
+def quantization_of(model: PreTrainedModel) -> str:
+    """What its configuration says of it."""
+    config = getattr(model.config, "quantization_config", None)
+    if config is None:
+        return "none"
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+    return str(getattr(method, "value", method) or "unnamed")
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, device: Any = "cpu", thinking: bool | None = None
+) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` `[1, T]` of a user message in the tokenizer's chat template.
+
+    Args:
+        thinking (`bool`, *optional*): Handed to the template as `enable_thinking`, which some know.
+    """
     messages = [{"role": "user", "content": prompt}]
+    flags: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     encoded: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **flags
     )
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
@@ -124,6 +159,7 @@ def load_pair(
     drafter: str | Path | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    thinking: bool | None = None,
 ) -> Pair:
     """A target and its drafter; by default SmolLM2-135M-Instruct and the bundled one.
 
@@ -137,6 +173,7 @@ def load_pair(
         DFlowDrafter.from_pretrained(str(drafter or BUNDLED_DRAFTER), dtype=dtype).to(device).eval(),
         AutoTokenizer.from_pretrained(source),
         Path(target).name if target else SMOLLM2,
+        thinking,
     )
 
 
@@ -178,13 +215,12 @@ def decode(
     prompt_length = inputs["input_ids"].shape[1]
     steps = StepCounter(prompt_length)
     arguments: dict[str, Any] = options
-    if contestant.is_classic:
-        arguments = {**options, "assistant_model": contestant.model, "streamer": steps}
+    if contestant.is_transformers:
+        arguments = {**options, "streamer": steps, **_their_options(contestant)}
     elif contestant.model is not None:
         rule = mode.verification if mode.temperature else None
-        config = DFlowGenerationConfig(
-            **options, use_relay=contestant.use_relay, verification=rule, **contestant.options
-        )
+        own = {"use_relay": contestant.use_relay, "num_draft_tokens": contestant.num_draft_tokens}
+        config = DFlowGenerationConfig(**{**options, **own, "verification": rule, **contestant.options})
         arguments = {"assistant_model": contestant.model, "generation_config": config}
     if mode.temperature:
         torch.manual_seed(seed)
@@ -195,11 +231,18 @@ def decode(
         new_tokens = output.sequences[0, prompt_length:].tolist()  # waits for the device
         seconds = time.perf_counter() - start
     statistics = getattr(output, "statistics", None) or AcceptanceStatistics()
-    if contestant.is_classic:
+    if contestant.is_transformers:
         statistics = steps.statistics
         statistics.num_draft_forwards = len(draft_forwards)
         statistics.verification = mode.verification or "greedy"
-    return Run(new_tokens, len(forwards), seconds, statistics)
+    return Run(new_tokens, len(forwards), seconds, statistics, forwards[0] - start)
+
+
+def _their_options(contestant: Contestant) -> dict[str, Any]:
+    if contestant.lookup_tokens:
+        return {"prompt_lookup_num_tokens": contestant.lookup_tokens}
+    own_loop = {"speculation_type": "dflash"} if contestant.is_their_loop else {}
+    return {"assistant_model": contestant.model, **own_loop}
 
 
 @contextmanager

@@ -120,3 +120,71 @@ def tasks_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
     for prompt in prompts:
         by_task.setdefault(prompt.task, []).append(prompt)
     return [prompt for turn in zip_longest(*by_task.values()) for prompt in turn if prompt is not None]
+
+
+def jsonl_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts of a file of one's own, one JSON object a line: `{"prompt": "…", "task": "…"}`, the task optional.
+
+    Raises:
+        DFlowError: A line is no such object, or there is none.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DFlowError(f"{path}: cannot be read ({error})") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            one = json.loads(line)
+            text, task = one["prompt"], one.get("task", "own")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DFlowError(f'{path}, line {number}: expected {{"prompt": "…", "task": "…"}} ({error!r})') from error
+        if not isinstance(text, str) or not text or not isinstance(task, str) or not task:
+            raise DFlowError(f'{path}, line {number}: "prompt" and "task" must be texts that are not empty')
+        found.append(Prompt(task, text))
+    if not found:
+        raise DFlowError(f'{path}: no line of {{"prompt": "…"}}')
+    return found
+
+
+def dataset_prompts(given: str) -> list[Prompt]:
+    """Prompts of a data set that the `datasets` library loads, `NAME:SPLIT:COLUMN`; records hold their hashes alone.
+
+    Raises:
+        DFlowError: Of another form, without the library, or no column of texts.
+    """
+    parts = given.rsplit(":", 2)  # a path may hold colons of its own
+    if len(parts) != 3 or not all(parts):
+        raise DFlowError(f"--dataset {given}: give NAME:SPLIT:COLUMN, e.g. a name, train, prompt")
+    name, split, column = parts
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DFlowError("--dataset needs the datasets library: pip install 'hf-dflow[data]'") from error
+    rows = load_dataset(name, split=split)
+    if column not in rows.column_names:
+        raise DFlowError(f"--dataset {given}: no column {column!r}; there are {', '.join(rows.column_names)}")
+    texts = [text for text in rows[column] if isinstance(text, str) and text]
+    if not texts:
+        raise DFlowError(f"--dataset {given}: the column {column!r} holds no texts")
+    return [Prompt(Path(name).name, text, is_private=True) for text in dict.fromkeys(texts)]
+
+
+def select(prompts: Sequence[Prompt], tasks: Sequence[str], per_task: int | None) -> list[Prompt]:
+    """Prompts of some tasks, at most so many of each, one of each task after the other.
+
+    Raises:
+        DFlowError: No prompt is of one of these tasks.
+    """
+    known = dict.fromkeys(prompt.task for prompt in prompts)
+    if unknown := [task for task in tasks if task not in known]:
+        raise DFlowError(f"no prompts of the task {', '.join(unknown)}; there are {', '.join(known)}")
+    taken: dict[str, int] = {}
+    chosen = []
+    for prompt in prompts:
+        taken[prompt.task] = taken.get(prompt.task, 0) + 1
+        if (not tasks or prompt.task in tasks) and (per_task is None or taken[prompt.task] <= per_task):
+            chosen.append(prompt)
+    return tasks_in_turn(chosen)

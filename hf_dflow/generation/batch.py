@@ -20,6 +20,7 @@ from hf_dflow.generation.state import DecodeState, Row
 from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.generation.step_length import LengthPlanner, StepCosts
 from hf_dflow.generation.uniforms import generator_of, row_seeds
+from hf_dflow.monitor import RoutePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def make_rows(
             ids=input_ids[i : i + 1],
             path=paths[i],
             acceptance_processors=copy.deepcopy(options.all_processors),  # what they learn belongs to this row
-            policy=DraftPolicy(),
+            policy=DraftPolicy() if options.monitor is None else RoutePolicy(options.monitor),
             records=Records(generation_config),
             generator=generators[i],
             statistics=statistics,

@@ -11,6 +11,7 @@ from hf_dflow.generation.mixture import StaleMixture, is_mixture_weight
 from hf_dflow.generation.step_length import StepCosts
 from hf_dflow.kernels import BACKENDS
 from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.monitor import MonitoredRoute
 
 SPECULATION_TYPE = "dflow"
 SAMPLING_RULES = ("token", "block")
@@ -33,6 +34,7 @@ class DFlowOptions:
     acceptance_processors: list[AcceptanceProcessor] | None = None
     kernel_backend: str | None = None
     seeds: list[int] | None = None
+    monitor: MonitoredRoute | None = None
 
     @property
     def all_processors(self) -> list[AcceptanceProcessor]:
@@ -83,6 +85,9 @@ class DFlowGenerationConfig(GenerationConfig):
         seeds (`list[int]`, *optional*):
             One seed for each sequence that is sampled. A row says the same with the same seed, whatever its neighbours
             in the batch are. Without it, seeds s, s + 1, … follow from one draw of torch's global generator.
+        monitor (`MonitoredRoute`, *optional*):
+            `AcceptanceMonitor().route(name)`: watches this call with others of its kind, and decides when drafting
+            pauses. Not serialised.
     """
 
     def __init__(self, **kwargs):
@@ -94,7 +99,8 @@ class DFlowGenerationConfig(GenerationConfig):
 
     def to_dict(self) -> dict[str, Any]:
         record = super().to_dict()
-        record.pop("acceptance_processors", None)
+        for name in ("acceptance_processors", "monitor"):
+            record.pop(name, None)
         return record
 
 
@@ -167,6 +173,11 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
         )
     if options.seeds is not None and not _are_seeds(options.seeds):
         raise UnsupportedGenerationError(f"seeds={options.seeds!r}; give a list of integers from 0 to 2**63 - 1.")
+    if options.monitor is not None and not isinstance(options.monitor, MonitoredRoute):
+        raise UnsupportedGenerationError(
+            f"monitor is a {type(options.monitor).__name__}; give one route of an AcceptanceMonitor: "
+            "monitor.route('chat')."
+        )
     lossy = [type(processor).__name__ for processor in options.all_processors if processor.is_lossy]
     if lossy and options.verification == "block":
         raise UnsupportedGenerationError(

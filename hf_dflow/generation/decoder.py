@@ -130,7 +130,7 @@ class _Call:
     ):
         self.model, self.drafter, self.options, self.stop = model, drafter, options, stop
         self.config, self.streamer, self.device = generation_config, streamer, model.device
-        self.do_sample = bool(generation_config.do_sample)
+        self.do_sample, self.monitor = bool(generation_config.do_sample), options.monitor
         self.verifier, self.warnings = Verifier(rule, choose_backend(options, model.device)), warnings
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.session = DraftSession(
@@ -181,6 +181,7 @@ class _Call:
             self._feed_back(state, lengths, draft, verification)
             # 7. record, stream; rows that have ended leave
             self._record(state, lengths, emissions)
+            del outputs, verification  # a prompt's states of all layers need not outlive the prefill
         if self.streamer is not None:
             self.streamer.end()
 
@@ -208,6 +209,7 @@ class _Call:
         """How many drafts each row verifies: none at prefill, and none that its length limit would cut anyway."""
         if state.is_prefill:
             return [0] * len(state.rows)
+        self._step_began = self.monitor.monitor.clock() if self.monitor else 0.0
         return [self._length(row, state.room_for(row)) for row in state.rows]
 
     def _length(self, row: Row, room: int) -> int:
@@ -341,6 +343,9 @@ class _Call:
                     processor.observe(*seen)
 
     def _record(self, state: DecodeState, lengths: list[int], emissions: list[Emission]) -> None:
+        if self.monitor is not None and not state.is_prefill:
+            seconds = self.monitor.monitor.clock() - self._step_began  # what a streamer takes is not the step's
+            self.monitor.end_step(lengths, [emission.accepted for emission in emissions], seconds)
         state.is_prefill = False
         tree, state.tree = state.tree, None
         for row, length, emission in zip(state.rows, lengths, emissions, strict=True):

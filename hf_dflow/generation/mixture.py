@@ -104,7 +104,9 @@ class StaleMixture(AcceptanceProcessor):
         accepted = verification.accepted_length[:, None].to(mixed.weights.device)
         places = torch.arange(slots, device=accepted.device)
         bonus = verification.bonus_ids[:, None].to(accepted.device)
-        truth = torch.where(places < accepted, draft.token_ids[:, :slots].to(accepted.device), bonus)  # [1, n]
+        drafts = draft.token_ids[:, :slots].to(accepted.device)
+        drafts = torch.nn.functional.pad(drafts, (0, slots - drafts.shape[1]))  # fewer may have been verified
+        truth = torch.where(places < accepted, drafts, bonus)  # [1, n]
         own = mixed.draft_log_probs.gather(-1, truth[..., None])[..., 0].exp() * (1.0 - mixed.weights)
         stale = (mixed.probs * (mixed.token_ids == truth[..., None])).sum(dim=-1) * mixed.weights
         is_revealed = (places <= accepted) & (mixed.weights > 0) & (own + stale > 0)

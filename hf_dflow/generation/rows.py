@@ -30,6 +30,19 @@ class DraftCache:
         config = drafter.config
         self._reaches = [config.window_reach if kind == "sliding_attention" else None for kind in config.layer_types]
 
+    @staticmethod
+    def _grown(end: int) -> int:
+        return max(64, 2 * end)
+
+    @classmethod
+    def capacity_for(cls, prompt: int, tokens: int, block_size: int) -> int:
+        """Columns that are allocated for each row by the time that it holds `tokens`, the first `prompt` put in at
+        once; at most."""
+        columns = cls._grown(prompt)
+        while columns < tokens + block_size:
+            columns = cls._grown(columns + block_size)
+        return columns
+
     @property
     def width(self) -> int:
         """Columns in use: the longest row's."""
@@ -113,7 +126,7 @@ class DraftCache:
         held_keys, held_values = self._buffers[layer_idx]
         if held_keys.shape[2] < end:
             # Zeros: a hidden column's weight is 0, and 0 times an uninitialised NaN would be NaN.
-            grown = [new.new_zeros(*new.shape[:2], max(64, 2 * end), new.shape[3]) for new in (keys, values)]
+            grown = [new.new_zeros(*new.shape[:2], self._grown(end), new.shape[3]) for new in (keys, values)]
             for new, old in zip(grown, (held_keys, held_values), strict=True):
                 new[:, :, : self.width] = old[:, :, : self.width]
             self._buffers[layer_idx] = (grown[0], grown[1])

@@ -121,6 +121,19 @@ class AcceptanceStatistics:
         return [count / self.num_spec_steps for count in reached]
 
     @property
+    def conditional_acceptance_rate_per_position(self) -> list[float | None]:
+        """Of the steps that drafted position 1, 2, … and accepted all drafts before it, the share that accepted it.
+
+        `None` where no step came so far.
+        """
+        rates: list[float | None] = []
+        steps = list(zip(self.per_step_accepted, self.per_step_drafted, strict=True))
+        for position in range(1, max(self.per_step_drafted, default=0) + 1):
+            tried = [accepted for accepted, drafted in steps if drafted >= position and accepted >= position - 1]
+            rates.append(sum(accepted >= position for accepted in tried) / len(tried) if tried else None)
+        return rates
+
+    @property
     def target_forwards_per_token(self) -> float:
         """Target forwards, prefill included, over output tokens; plain decoding needs 1."""
         return self.num_target_forwards / self.num_output_tokens if self.num_output_tokens else 0.0

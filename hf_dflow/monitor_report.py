@@ -1,0 +1,85 @@
+"""What a monitor says of its routes: figures, events, a line for a log, and Prometheus' text format."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+DRAFTING, PLAIN, PROBING = "drafting", "plain", "probing"  # what a route does
+LOW, RECOVERED = "low_acceptance", "acceptance_recovered"  # what else an event can say
+
+
+@dataclass(frozen=True)
+class RouteFigures:
+    """A route at a moment. Rates are those of the window, `None` where it is empty; counts are those of all time."""
+
+    route: str
+    state: str  # "drafting", "plain" or "probing"
+    draft_acceptance_rate: float | None
+    tokens_per_step: float | None
+    break_even: float | None  # tokens per step; None until both kinds of steps were measured
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    num_spec_steps: int
+    num_plain_steps: int
+    num_switches: int  # to plain decoding
+    low_acceptance: float | None = None  # the threshold that was set for it
+
+
+@dataclass(frozen=True)
+class RouteEvent:
+    """Something that a callback is told.
+
+    Args:
+        kind (`str`): The state that the route enters ("drafting", "plain", "probing"), or "low_acceptance" and
+            "acceptance_recovered" where a threshold was set.
+        figures (`RouteFigures`): Of the route, just before what the event says.
+    """
+
+    kind: str
+    figures: RouteFigures
+
+
+EXPORTED: tuple[tuple[str, str, str, Callable[[RouteFigures], float | None]], ...] = (
+    ("draft_tokens_total", "counter", "Drafts verified.", lambda one: one.num_draft_tokens),
+    ("accepted_draft_tokens_total", "counter", "Drafts accepted.", lambda one: one.num_accepted_draft_tokens),
+    ("spec_steps_total", "counter", "Steps with drafts, each sequence's own.", lambda one: one.num_spec_steps),
+    ("plain_steps_total", "counter", "Steps without drafts.", lambda one: one.num_plain_steps),
+    ("switches_to_plain_total", "counter", "Times that drafting was switched off.", lambda one: one.num_switches),
+    ("drafting", "gauge", "1 while the route drafts, 0 while it decodes plainly or tries.",
+     lambda one: one.state == DRAFTING),
+    ("draft_acceptance_rate", "gauge", "Accepted over drafted, last steps.", lambda one: one.draft_acceptance_rate),
+    ("low_acceptance_threshold", "gauge", "Acceptance rate that is reported.", lambda one: one.low_acceptance),
+    ("tokens_per_step", "gauge", "Accepted drafts and the bonus, last steps.", lambda one: one.tokens_per_step),
+    ("break_even_tokens_per_step", "gauge", "From which drafting pays.", lambda one: one.break_even),
+)  # fmt: skip
+
+
+def prometheus_text(figures: Sequence[RouteFigures]) -> str:
+    """Routes in Prometheus' text format, version 0.0.4."""
+    lines = []
+    for name, kind, meaning, read in EXPORTED:
+        lines += [f"# HELP hf_dflow_{name} {meaning}", f"# TYPE hf_dflow_{name} {kind}"]
+        for one in figures:
+            if (value := read(one)) is not None:
+                lines.append(f'hf_dflow_{name}{{route="{_escaped(one.route)}"}} {float(value)}')
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def in_words(event: RouteEvent) -> str:
+    """A line for a log."""
+    one, kind = event.figures, event.kind
+    found = "no drafts yet"
+    if one.tokens_per_step is not None and one.draft_acceptance_rate is not None:
+        found = f"{one.tokens_per_step:.2f} tokens per step, {one.draft_acceptance_rate:.1%} of drafts accepted"
+    limit = "" if one.break_even is None else f"; drafting pays from {one.break_even:.2f} tokens per step"
+    does = {
+        PLAIN: "decodes plainly from here on",
+        PROBING: "tries drafting again",
+        DRAFTING: "drafts again",
+        LOW: "accepts less than its threshold",
+        RECOVERED: "is above its threshold again",
+    }[kind]
+    return f"Route {one.route!r} {does}: {found}{limit}."

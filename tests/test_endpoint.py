@@ -1,0 +1,176 @@
+"""A load on real servers: what they do wrong is counted, retried or reported, nothing is lost, and it ends."""
+
+import json
+import time
+
+import pytest
+from openai_server import WORDS, serving
+from typer.testing import CliRunner
+
+from hf_dflow.bench.endpoint import KEY_VARIABLE, EndpointSettings, run_load
+from hf_dflow.bench.endpoint_report import acceptance_between, parse_spec_metrics, summarise_load
+from hf_dflow.bench.workloads import Prompt
+from hf_dflow.cli import app
+from hf_dflow.errors import DFlowError
+
+KEY = "sk-this-must-not-be-seen"
+QUICK = {"stall_seconds": 0.5, "request_seconds": 1.5, "backoff_seconds": 0.02, "connect_seconds": 2.0}
+
+
+@pytest.fixture
+def server():
+    with serving() as one:
+        yield one
+
+
+def load(server, texts, **options):
+    settings = EndpointSettings(server.url, "tiny", **{**QUICK, **options})
+    results, seconds = run_load(settings, [Prompt("chat", text) for text in texts])
+    assert [one.prompt.text for one in results] == list(texts)
+    assert seconds < settings.seconds_at_most(len(texts))
+    return results, summarise_load(results, seconds)
+
+
+def test_a_whole_answer(server, monkeypatch):
+    """Bug: text lost between pieces, pieces counted though the server counts tokens, or times of the wrong moment."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    (one,), summary = load(server, ["ok 1"], output_tokens=9, temperature=0.5)
+    assert one.outcome == "ok" and one.text == "".join(WORDS)
+    assert one.tokens == 7 and one.is_counted_by_server
+    assert 0.02 <= one.first_token_seconds < one.seconds - 0.04
+    assert server.bodies[0]["max_tokens"] == 9 and server.bodies[0]["temperature"] == 0.5
+    assert server.keys == [f"Bearer {KEY}"]
+    assert KEY not in repr(one) + json.dumps(summary)
+    assert summary["output_tokens"] == 7 and summary["tokens_counted_by"] == "the server"
+    assert summary["latency"]["seconds_per_output_token"]["p50"] == pytest.approx(
+        (one.seconds - one.first_token_seconds) / 6
+    )
+
+
+def test_pieces_of_any_size(server):
+    """Bug: an event, or a character, that two network packets cut in half."""
+    (one,), summary = load(server, ["torn"])
+    assert one.text == "né" and one.tokens == 1 and summary["tokens_counted_by"] == "pieces of text"
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("stall", "stalled"),
+        ("drip", "stalled"),
+        ("cut", "cut"),
+        ("undone", "cut"),
+        ("broken", "refused"),
+        ("wrong", "refused"),
+        ("garbage", "malformed"),
+        ("odd", "malformed"),
+        ("error", "refused"),
+        ("endless", "malformed"),
+        ("silent", "empty"),
+    ],
+)
+def test_what_goes_wrong_is_named(server, text, outcome):
+    """Bug: half an answer counted as a fast one, an exception that ends the whole run, or a run that never ends."""
+    (one,), summary = load(server, [text], retries=0)
+    assert one.outcome == outcome and one.detail
+    assert summary["outcomes"] == {outcome: 1} and summary["latency"] is None
+    assert summary["effective_tps_with_bonus"] == 0.0
+
+
+def test_retries(server):
+    """Bug: a refusal for now that counts as a failure, one that is retried for ever, or a retry nobody hears of."""
+    results, summary = load(server, ["busy", "broken", "wrong", "cut"], retries=2)
+    busy, broken, wrong, cut = results
+    assert busy.outcome == "ok" and busy.retries == {"status 429": 1}
+    assert broken.outcome == "refused" and broken.retries == {"status 500": 2} and server.tries["broken"] == 3
+    assert wrong.outcome == "refused" and server.tries["wrong"] == 1  # asking again changes nothing
+    assert cut.outcome == "cut" and server.tries["cut"] == 1
+    assert summary["retries"] == {"status 429": 1, "status 500": 2}
+    assert summary["failures"] == {"status 500": 1, "status 400": 1, cut.detail: 1}
+    assert busy.seconds < 1.0  # of the try that worked, not of the waiting before
+
+
+def test_a_mixed_load_loses_nothing(server):
+    """Bug: a failure that takes its neighbours down, or that is forgotten."""
+    texts = [f"{kind} {i}" for i in range(4) for kind in ("ok", "cut", "busy", "garbage", "stall")]
+    began = time.monotonic()
+    _, summary = load(server, texts, concurrency=5)
+    assert time.monotonic() - began < 20
+    assert summary["requests"] == 20 and sum(summary["outcomes"].values()) == 20
+    assert summary["outcomes"] == {"ok": 8, "cut": 4, "malformed": 4, "stalled": 4}
+    assert summary["latency"]["requests"] == 8 and summary["output_tokens"] == 8 * 7
+
+
+def test_so_many_at_a_time(server):
+    """Bug: one request after the other under the name of eight at once, or all of them together."""
+    load(server, [f"ok {i}" for i in range(12)], concurrency=4)
+    assert server.most_open == 4
+
+
+def test_nobody_there():
+    """Bug: an unreachable server that ends in a traceback."""
+    settings = EndpointSettings("http://127.0.0.1:9/v1", "tiny", retries=1, **QUICK)
+    (one,), _ = run_load(settings, [Prompt("chat", "ok")])
+    assert one.outcome == "unreachable" and sum(one.retries.values()) == 1
+
+
+METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="a b"} %d.0
+vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0"} %d.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} %d.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} %d.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} %d.0
+vllm:num_requests_running{engine="0"} 3.0
+"""
+
+
+def test_acceptance_is_the_difference():
+    """Bug: what the server did before the run counted as the run's, or the bonus counted as a draft."""
+    before = parse_spec_metrics(METRICS % (100, 200, 20, 15, 5))
+    after = parse_spec_metrics(METRICS % (110, 220, 35, 24, 11))
+    found = acceptance_between(before, after)
+    assert found["num_spec_steps"] == 10 and found["num_draft_tokens"] == 20
+    assert found["draft_acceptance_rate"] == 0.75 and found["tokens_per_step"] == 2.5
+    assert found["acceptance_rate_per_position"] == [0.9, 0.6]
+    assert acceptance_between({}, parse_spec_metrics("vllm:num_requests_running 1.0\n")) is None
+    assert acceptance_between(after, before) is None  # restarted in between
+    two = parse_spec_metrics((METRICS % (1, 2, 1, 1, 0)).replace('"0",m', '"1",m') + METRICS % (1, 2, 1, 1, 0))
+    assert two["vllm:spec_decode_num_drafts"] == 2.0  # engines add up
+
+
+def test_command(server, tmp_path, monkeypatch):
+    """Bug: a key in the record or on the screen, failures that end with 0, or metrics that are not read."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    counts = iter([(100, 200, 20, 15, 5), (110, 220, 35, 24, 11)])
+    server.metrics = lambda: METRICS % next(counts)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt": "ok 1", "task": "chat"}\n{"prompt": "busy", "task": "code"}\n')
+    options = ["--endpoint", server.url, "--model", "tiny", "--jsonl", str(prompts), "--json", str(out)]
+    result = CliRunner().invoke(app, ["bench", "endpoint", *options, "--concurrency", "2"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(out.read_text())
+    assert KEY not in result.output + out.read_text()
+    assert record["all"]["outcomes"] == {"ok": 2} and set(record["by_task"]) == {"chat", "code"}
+    assert record["acceptance"]["draft_acceptance_rate"] == 0.75
+    assert record["conditions"]["concurrency"] == 2 and record["conditions"]["target"] == "tiny"
+    prompts.write_text('{"prompt": "cut"}\n')
+    failed = CliRunner().invoke(app, ["bench", "endpoint", *options[:-2]])
+    assert failed.exit_code == 1 and "cut" in failed.output
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("localhost:8000", {}),
+        ("http://name:secret@host/v1", {}),
+        ("http://host/v1", {"concurrency": 0}),
+        ("http://host/v1", {"request_seconds": 0}),
+    ],
+)
+def test_impossible_loads_are_refused(url, options):
+    """Bug: a password in the address, which every record would repeat."""
+    with pytest.raises(DFlowError) as caught:
+        EndpointSettings(url, "tiny", **options)
+    assert "secret" not in str(caught.value)
