@@ -18,10 +18,17 @@ NEW_TOKENS = 80
 PROMPT = [1, 5, 2]
 
 
-@pytest.fixture(scope="module")
-def decoded():
+CORRECTION = {"correction_intermediate_size": 16, "correction_top_k": 4}
+
+
+@pytest.fixture(scope="module", params=[{}, CORRECTION], ids=["independent", "corrected"])
+def decoded(request):
     """A real decoding with the relay off: final text, and each step's drafts, accepted length and target logits."""
-    target, drafter = restless_pair()
+    target, drafter = restless_pair(**request.param)
+    if drafter.causal_correction is not None:
+        drafter.load_state_dict(restless_pair()[1].state_dict(), strict=False)  # its seed gives partial rejections
+        torch.manual_seed(0)
+        torch.nn.init.normal_(drafter.causal_correction.down_proj.weight, std=0.03)
     steps = []
     original = Verifier.__call__
 

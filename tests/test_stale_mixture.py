@@ -184,7 +184,8 @@ def test_it_goes_with_blocks_that_are_cut_and_with_trees(switch):
     config = DFlowGenerationConfig(stale_mixture=True, do_sample=False, return_dict_in_generate=True, **switch)
     output = target.generate(prompt, generation_config=config, assistant_model=drafter, max_new_tokens=60)
     assert torch.equal(output.sequences, kit.plain_greedy(target, prompt, 60))
-    kit.assert_not_vacuous(output.statistics)
+    steps = list(zip(output.statistics.per_step_accepted, output.statistics.per_step_drafted, strict=True))
+    assert max(accepted for accepted, _ in steps) >= 2 and any(accepted < drafted for accepted, drafted in steps[:-1])
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5, "on", float("nan"), -0.1])

@@ -18,7 +18,8 @@ from hf_dflow.bench.report import bootstrap_interval, run_conditions
 from hf_dflow.bench.runners import Pair, run_strategy
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.modeling_dflow import DFlowDrafter
-from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round, proposal_features
+from hf_dflow.training.proposals import greedy_proposals, proposal_features
+from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round
 
 TOP = 5
 COLUMNS = ("tokens_per_step", "re_convergence", "rescue_rate", "rescue_rate_top5", "largest_gain")
@@ -74,9 +75,7 @@ def probe_text(drafter: DFlowDrafter, target: Any, token_ids: Sequence[int], pro
     lengths = torch.tensor([length], device=target.device)
     sequences, anchors = Sequences(text, lengths, features), Anchors(torch.zeros_like(positions), positions)
     result = draft_round(drafter, target, sequences, anchors)
-    logits = drafter.compute_logits(result.hidden, target.get_output_embeddings())
-    logits[..., config.mask_token_id] = -torch.inf
-    drafts = logits.argmax(dim=-1)
+    drafts = greedy_proposals(drafter, target, result.hidden, text[0, positions])
     # The output of the last layer carries the final norm: the head turns it into the verifier's logits.
     last_layer = SimpleNamespace(
         config=SimpleNamespace(target_layer_ids=[target.config.get_text_config().num_hidden_layers - 1])
