@@ -215,8 +215,8 @@ class MonitoredRoute:
             self._window.clear()
         elif self._state == PROBING:
             self._enter(DRAFTING, events)
-        else:
-            self._next_pause = settings.first_pause  # only a full window shows that a trial was no luck
+        elif len(self._window) == settings.window:  # only a full one shows that a trial was no luck
+            self._next_pause = settings.first_pause
 
     def _rest(self, events: list[RouteEvent]) -> None:
         if len(self._plain_seconds) >= FEWEST_TIMES:

@@ -177,6 +177,29 @@ def test_window_forgets():
     assert figures.num_draft_tokens == 64 and figures.num_accepted_draft_tokens == 16
 
 
+def test_pauses_by_hand():
+    """Bug: pauses that do not grow, that grow for ever, or that a lucky trial resets."""
+    route = AcceptanceMonitor(SMALL, times=TIMES).route("code")
+
+    def next_pause(accepted_in_trial=0):
+        while route.drafts_now:
+            route.end_step([3], [accepted_in_trial])
+        steps = 0
+        while not route.drafts_now:
+            route.end_step([0], [0])
+            steps += 1
+        return steps
+
+    assert [next_pause() for _ in range(5)] == [4, 8, 16, 16, 16]
+    for _ in range(SMALL.probe_steps):
+        route.end_step([3], [3])
+    assert route.figures().state == "drafting"
+    assert next_pause() == 16  # two good steps, and bad ones behind them
+    for _ in range(SMALL.probe_steps + SMALL.window):
+        route.end_step([3], [3])
+    assert next_pause() == 4
+
+
 def test_routes_and_copies():
     """Bug: `generate` copies its configuration, and the copy is watched; or one route's window serves another."""
     monitor = AcceptanceMonitor()

@@ -25,6 +25,7 @@ from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation import verification
+from hf_dflow.generation.rows import DraftCache
 
 ROWS, PROMPT, TOKENS = 48, 40, 92
 TOLERANCE = 0.05
@@ -99,6 +100,22 @@ def test_weights_of_a_drafter():
     assert weight_bytes(drafter_on_meta(drafter.config, torch.float32)) == held
     plan = make_plan(target.config, drafter.config, Load(64, 8, "float32"))
     assert plan.drafter_weights == held
+
+
+def test_draft_cache_as_it_grows():
+    """Bug: keys without values, or the columns in use in place of those that are allocated."""
+    target = tiny_target(dtype=torch.float32)
+    drafter = tiny_drafter(target)
+    cache, width = DraftCache(drafter), drafter.fc.in_features
+    cache.append_context(torch.zeros(1, 70, width), [0], [70])
+    for position in range(70, 230, 4):
+        block = torch.zeros(1, drafter.config.num_key_value_heads, 8, drafter.config.head_dim)
+        for layer in range(drafter.config.num_hidden_layers):
+            cache.extend(layer, block, block)
+        cache.append_context(torch.zeros(1, 8, width), [position], [4])
+    held = sum(part.nbytes for pair in cache._buffers for part in pair)
+    plan = make_plan(target.config, drafter.config, Load(230, 70, "float32"))
+    assert held <= plan.drafter_cache_row <= 1.05 * held
 
 
 def test_largest_batch_by_hand():

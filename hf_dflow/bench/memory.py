@@ -129,9 +129,9 @@ def make_plan(target: PreTrainedConfig, drafter: DFlowDrafterConfig, load: Load)
     wide = max(size, 4)  # laws are computed in float32 or wider
     cache = cache_bytes(text, load.max_model_len + drafts, size, load.tensor_parallel_size)
     holes = math.ceil(cache * MAX_HOLES / (1 - MAX_HOLES)) if load.has_holes else 0
-    # Logits of the target, when sampling in torch once more as processed, and of the drafts.
+    # Logits of target and drafter; when sampling in torch once more, as processed.
     narrow, copies = size * (wide > size), wide * (2 if load.do_sample else 1)
-    logits = vocab * ((narrow + copies) * (drafts + 1) + wide * drafts)
+    logits = vocab * ((narrow + copies) * (drafts + 1) + copies * drafts)
     states = hidden * size * (text.num_hidden_layers + 1 + taps)  # of a token; tapped ones once more, side by side
     relayed = drafts * size * taps * hidden if drafter.use_relay else 0
     head_dim, heads = drafter.head_dim, _shared(drafter.num_key_value_heads, load.draft_tensor_parallel_size)
