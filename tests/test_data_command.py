@@ -203,7 +203,8 @@ def test_nothing_to_supervise_is_an_error_before_anything_is_written(target, pro
 
 def test_impossible_options_are_refused_before_the_target_is_loaded(tmp_path, prompts):
     """Bug: a typing error costs the minutes in which a large target is loaded."""
-    missing, output = tmp_path / "no target", tmp_path / "rows.jsonl"
+    empty, output = tmp_path / "no target in here", tmp_path / "rows.jsonl"
+    empty.mkdir()
     for words, arguments in {
         "either --prompts or --dataset": (),
         "must be a .jsonl file": ("--prompts", prompts),
@@ -214,7 +215,7 @@ def test_impossible_options_are_refused_before_the_target_is_loaded(tmp_path, pr
         "give a JSON object": ("--prompts", prompts, "--template-options", "[]"),
     }.items():
         name = output.with_suffix(".gz") if words == "must be a .jsonl file" else output
-        assert words in refuse(missing, name, *arguments)
+        assert words in refuse(empty, name, *arguments)
 
 
 def test_template_options_reach_the_template(tmp_path, prompts):
