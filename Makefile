@@ -41,7 +41,7 @@ lint: $(VENV)/.stamp  ## ruff and mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(VENV)/.stamp  ## counts of all strategies on code and chat, greedy and sampled; 15 minutes at most on 2 cores
+bench: $(VENV)/.stamp  ## counts of all strategies on code and chat, greedy and sampled; begins no prompt after 12 minutes
 	mkdir -p $(BENCH_OUT)
 	$(VENV)/bin/hf-dflow bench run --task code --task chat --temperature 0 --temperature 1 --verification token \
 		--verification block --output-tokens 32 --minutes 12 --json $(BENCH_OUT)/bench.json --plot $(BENCH_OUT)/bench.png

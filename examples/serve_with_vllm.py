@@ -1,4 +1,4 @@
-"""Let vLLM draft with an exported drafter, and compare with this package, relay off: same texts, as many accepted?
+"""Let vLLM draft with an exported drafter, and compare with this package, relay and correction off, as vLLM drafts.
 
 vLLM wants other versions than this package allows, so it lives in an environment of its own:
 
@@ -88,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
     inputs = [pair.encode(prompt.text) for prompt in read_prompts(arguments.prompts or DEMO)]
     ours = []
     for one in inputs:
-        contestant = Contestant("dflash", pair.drafter, use_relay=False)
+        contestant = Contestant("dflash", pair.drafter, use_relay=False, options={"use_correction": False})
         plain, run = (
             decode(pair.target, one, way, Mode(), arguments.max_new_tokens) for way in (Contestant("plain"), contestant)
         )
@@ -121,7 +121,9 @@ def main(arguments: argparse.Namespace) -> int:
             print(in_words(layout, layouts[layout]))
     record = {
         "layouts": layouts,
-        "conditions": run_conditions(**pair.describe(), max_new_tokens=arguments.max_new_tokens, relay="off"),
+        "conditions": run_conditions(
+            **pair.describe(), max_new_tokens=arguments.max_new_tokens, relay="off", correction="off"
+        ),
     }
     record["conditions"]["dtype"] = arguments.dtype
     if arguments.json:

