@@ -20,6 +20,8 @@ LAWS = {
     "warped": {"temperature": 0.6, "top_p": 0.9},
     "processed": {"repetition_penalty": 1.2},
     "relaxed": {"acceptance_threshold": 0.35},
+    "mixed": {"stale_mixture": True},
+    "adaptive": {"adaptive_length": True, "step_costs": {"draft": 0.1, "verify": [1.0, 1.3, 1.5, 1.8]}},
 }
 
 
@@ -54,6 +56,8 @@ def test_a_row_says_the_same_with_its_seed(pair, law):
             assert (said(found, at), found.statistics.per_row[at].per_step_accepted) == expected
     assert_not_vacuous(output.statistics)
     assert said(output, 0) != said(output, 2)
+    if law == "adaptive":
+        assert len({length for one in output.statistics.per_row for length in one.per_step_drafted[:-3]}) > 1
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 16])

@@ -135,6 +135,25 @@ def test_a_share_of_the_slots_learns_without_it(share, tmp_path):
     assert moved == pytest.approx(1.0 - share, abs=0.25)
 
 
+def test_each_slot_learns_behind_the_token_before_it(tmp_path):
+    """Bug: a slot corrected by its own label, or by its neighbour's: the loss looks splendid, and no draft is right."""
+    trainer = tiny_trainer(tmp_path, correction_intermediate_size=8, base_share=0.0)
+    torch.nn.init.normal_(trainer.drafter.causal_correction.down_proj.weight, std=0.1)
+    sequences, anchors = trainer.draw(STAGES[0])
+    result = draft_round(trainer.drafter, trainer.target, sequences, anchors)
+    found = trainer._corrected(sequences, anchors, result)
+    embedding, checked = trainer.target.get_input_embeddings(), 0
+    for place, (row, position) in enumerate(zip(anchors.row.tolist(), anchors.position.tolist(), strict=True)):
+        for slot in range(found.shape[1]):
+            if result.labels[place, slot] < 0:
+                continue
+            previous = embedding(sequences.token_ids[row, position + slot])
+            expected = trainer.drafter.causal_correction(result.hidden[place, slot], previous)
+            torch.testing.assert_close(found[place, slot], expected)
+            checked += slot > 0
+    assert checked > 5
+
+
 def test_a_resumed_run_is_the_straight_one(tmp_path):
     """Bug: which slots learn without the correction is drawn anew after a resume."""
     fields = {"correction_intermediate_size": 8, "save_every": 3}

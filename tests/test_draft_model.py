@@ -18,6 +18,7 @@ from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.draft_model import drafter_size, load_draft_model, matching_layers, new_draft_model
 from hf_dflow.training.draft_model import save_draft_model as save
 from hf_dflow.training.features import Teacher
+from hf_dflow.training.loss import CandidateVocabulary
 
 FAMILIES = ["llama", "qwen3", "gpt2", "gemma_sliding"]  # untied, tied, other names of everything, kinds of layers
 
@@ -95,6 +96,23 @@ def test_distillation_takes_the_distribution_of_the_same_place():
     logs = model(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
     fives = -logs[3:11, 5].mean().item()
     assert half == pytest.approx(0.75 * hard + 0.25 * fives, rel=1e-4)
+
+
+def test_a_softmax_over_all_candidates_is_the_softmax():
+    """Bug: states, labels or teachers of other places where the softmax runs over candidates, as training's does."""
+    row = TrainingRow(list(range(1, 13)), 4, "", 0.0, ((4, 7), (9, 11)))
+    flat = Teacher(torch.tensor([[i + 2, 5] for i in range(12)]), torch.tensor([[0.4, 0.4]] * 12))
+    target = target_of()
+    model = new_draft_model(target, 1).eval()
+    assert autoregressive._has_plain_head(model, row)
+    vocab_size = target.get_input_embeddings().weight.shape[0]
+    candidates = CandidateVocabulary(torch.arange(1, 13), vocab_size, vocab_size)
+    candidate_ids = candidates.sample(torch.Generator().manual_seed(0))
+    assert len(candidate_ids) == vocab_size
+    for teachers, share in (([], 0.0), ([flat], 0.5)):
+        plain = autoregressive._loss(model, [row], teachers, share)
+        found = autoregressive._loss(model, [row], teachers, share, candidates, candidate_ids)
+        assert found.item() == pytest.approx(plain.item(), rel=1e-4)
 
 
 def training_of(**changes):

@@ -19,9 +19,11 @@ from memorize import memorize
 
 from hf_dflow import DFlowGenerationConfig, UnsupportedGenerationError
 from hf_dflow.generation import tree
+from hf_dflow.generation.rows import DraftCache
 from hf_dflow.generation.tree import DraftTree, grow
 
 PROMPT_LENGTH, NEW_TOKENS, BLOCK = 9, 48, 6
+PARITY = 1e-4  # RMSNorm computes in float32, whose rounding depends on the shape; a wrong row is off by whole units
 CORRECTION = {"correction_intermediate_size": 16, "correction_top_k": 8}
 
 
@@ -133,6 +135,26 @@ def test_a_tree_without_branches_is_the_chain(monkeypatch, fields):
     assert_not_vacuous(chain)
     off = decode(target, drafter, prompt, budget=BLOCK - 1, use_relay=False).statistics
     assert off.per_step_accepted != alike.per_step_accepted, "the relay does something"
+
+
+def test_context_features_are_those_of_the_text(monkeypatch):
+    """Bug: states of another path, or of its siblings, that all later drafts are conditioned on."""
+    target, prompt = tiny_target("llama"), prompt_of(PROMPT_LENGTH)
+    drafter = scripted(NudgedDrafter, target, prompt, NEW_TOKENS, block_size=BLOCK)
+    drafter.nudge = 1.5
+    seen, honest = [], DraftCache.append_context
+
+    def watching(cache, features, positions, counts):
+        seen.append((positions[0], features[0, : counts[0]]))
+        return honest(cache, features, positions, counts)
+
+    monkeypatch.setattr(DraftCache, "append_context", watching)
+    output = decode(target, drafter, prompt, budget=30)
+    states = target(output.sequences, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)[0]
+    for position, features in seen:
+        torch.testing.assert_close(features, expected[position : position + len(features)], atol=PARITY, rtol=PARITY)
+    assert_not_vacuous(output.statistics)
 
 
 def test_a_second_choice_is_accepted():
