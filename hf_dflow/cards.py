@@ -36,6 +36,7 @@ def make_card(drafter: Any, repository: str | None = None, licence: str | None =
     from huggingface_hub import ModelCard, ModelCardData
 
     config = drafter.config
+    parts = {"verifier relay": drafter.relay, "causal correction": drafter.causal_correction}
     data = ModelCardData(
         license=licence,
         library_name=LIBRARY,
@@ -49,7 +50,7 @@ def make_card(drafter: Any, repository: str | None = None, licence: str | None =
         title=(repository or config._name_or_path or "Drafter").rstrip("/").split("/")[-1],
         repository=repository,
         target=config.target_name,
-        has_relay=drafter.relay is not None,
+        parts=" and ".join(name for name, part in parts.items() if part is not None),
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_parameters=f"{sum(weight.numel() for weight in drafter.parameters()):,}",

@@ -124,12 +124,14 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) ->
         model = hf_dflow.DFlowDrafter.from_pretrained(drafter)
         config = model.config
         table = Table("property", "value")
+        width, candidates = config.correction_intermediate_size, config.correction_top_k
         relay_is_active = model.relay is not None and bool(model.relay.down_proj.weight.any())
         properties = {
             "block size": f"{config.block_size} ({config.drafts_per_block} drafts a step)",
             "draft layers": ", ".join(config.layer_types),
             "parameters": f"{sum(p.numel() for p in model.parameters()):,} ({config.dtype})",
             "relay": "trained" if relay_is_active else "at zero" if model.relay is not None else "none",
+            "causal correction": "none" if width is None else f"width {width}, {candidates} candidates",
             "target": f"hidden size {config.target_hidden_size}, {config.num_target_layers or 'any number of'} layers",
             "tapped target layers": ", ".join(map(str, config.target_layer_ids)),
             "mask token id": str(config.mask_token_id),

@@ -15,6 +15,7 @@ from hf_dflow import (
     DrafterConfigError,
     UnsupportedGenerationError,
 )
+from hf_dflow.cards import make_card
 from hf_dflow.correction import head_scores
 from hf_dflow.generation.drafting import DraftSession
 from hf_dflow.training.config import TrainingConfig, TrainingConfigError
@@ -118,6 +119,16 @@ def test_only_the_correction_is_trained_where_only_it_should_be(tmp_path):
     trainer.run()
     changed = differing(before, weights_of(trainer))
     assert changed and all(name.startswith("causal_correction.") for name in changed)
+
+
+def test_a_card_says_what_a_drafter_has():
+    """Bug: a published drafter whose page does not say that its drafts hear of each other."""
+    target = tiny_target("llama")
+    for fields, words in (({}, "with verifier relay for"), (WIDTH, "with verifier relay and causal correction for")):
+        assert words in make_card(tiny_drafter(target, 5, **fields), None)
+    bare = tiny_drafter(target, 5)
+    bare.relay = None
+    assert "drafter for speculative decoding" in make_card(bare, None)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
