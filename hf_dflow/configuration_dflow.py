@@ -76,6 +76,9 @@ class DFlowDrafterConfig(PreTrainedConfig):
         relay_hidden_act (`str`, *optional*, defaults to `"silu"`): Its activation.
         relay_norm_affine (`bool`, *optional*, defaults to `False`): LayerNorm on relayed states has weights.
             Width, activation and affinity are choices of this package; the paper does not state them.
+        relay_top_k (`int`, *optional*):
+            So many of the verifier's likeliest tokens at a rejected row enter the relay beside its states
+            ([`~hf_dflow.verifier_summary.summarise_logits`]); `None`: states alone, as in the paper.
         generation_defaults (`dict`, *optional*): Fields of [`DFlowGenerationConfig`] recorded with the drafter.
     """
 
@@ -128,6 +131,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
     relay_intermediate_size: int = GIVEN
     relay_hidden_act: str = "silu"
     relay_norm_affine: bool = False
+    relay_top_k: int | None = None
     generation_defaults: dict | None = None
     format_version: int = FORMAT_VERSION
     pad_token_id: int | None = None
@@ -190,6 +194,8 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 f"'hidden_act' is '{self.hidden_act}' and 'relay_hidden_act' '{self.relay_hidden_act}'; allowed are "
                 f"the names that transformers knows: {', '.join(sorted(ACT2FN))}"
             )
+        if self.relay_top_k is not None and (type(self.relay_top_k) is not int or self.relay_top_k < 1):
+            self._refuse(f"'relay_top_k' is {self.relay_top_k!r}; give a whole number from 1, or none")
         if self.num_attention_heads % self.num_key_value_heads:
             self._refuse(
                 f"'num_attention_heads' {self.num_attention_heads} is no multiple of 'num_key_value_heads' "

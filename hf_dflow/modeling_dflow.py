@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -28,6 +27,7 @@ from hf_dflow.dflash2 import BlockConvolution, Candidates, CandidateSelector
 from hf_dflow.errors import DrafterWeightsError
 from hf_dflow.hub import drafter_for
 from hf_dflow.publish import publish
+from hf_dflow.relay import DFlowRelay, summarise_logits
 
 # (layer index, keys [B, KV, L, D], values [B, KV, L, D]) of the block -> the same for all that the block may attend to,
 # the block's own rows last. Serving, training and transformers' native loop differ in nothing but this function.
@@ -109,29 +109,6 @@ class DFlowDecoderLayer(nn.Module):
     @staticmethod
     def _convolved(convolution, sublayer, states: torch.Tensor) -> torch.Tensor:
         return sublayer(states) if convolution is None else convolution(sublayer, states)
-
-
-class DFlowRelay(nn.Module):
-    """Reject-conditioned initialisation (arXiv 2609.06498): what a rejected target row adds to a slot's mask embedding.
-
-    `[beta; gamma] = MLP([E(bonus); E(first rejected draft); h])`, addition `beta * LayerNorm(h) + gamma`. The MLP's
-    last layer starts at zero, so that a converted DFlash checkpoint starts as exactly that DFlash.
-    """
-
-    def __init__(self, config: DFlowDrafterConfig):
-        super().__init__()
-        width = config.relay_intermediate_size
-        self.up_proj = nn.Linear(3 * config.hidden_size, width)
-        self.act_fn = ACT2FN[config.relay_hidden_act]
-        self.down_proj = ZeroLinear(width, 2 * config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=config.relay_norm_affine)
-
-    def forward(self, states, bonus_embeds, rejected_embeds) -> torch.Tensor:
-        """`states` `[B, S, H]` (projected like context), both embeddings `[B, H]` -> additions `[B, S, H]`."""
-        pair = torch.cat([bonus_embeds, rejected_embeds], dim=-1)[:, None].expand(-1, states.shape[1], -1)
-        modulation = self.down_proj(self.act_fn(self.up_proj(torch.cat([pair, states], dim=-1))))
-        beta, gamma = modulation.chunk(2, dim=-1)
-        return beta * self.norm(states) + gamma
 
 
 class DFlowDrafter(PreTrainedModel):
@@ -265,6 +242,32 @@ class DFlowDrafter(PreTrainedModel):
     def project_context(self, features: torch.Tensor) -> torch.Tensor:
         """Context states `[B, T, H]` of tapped target states `[B, T, taps * target_hidden_size]`."""
         return self.hidden_norm(self.fc(features.to(device=self.device, dtype=self.dtype)))
+
+    def relay_additions(
+        self,
+        features: torch.Tensor,
+        bonus_ids: torch.Tensor,
+        rejected_ids: torch.Tensor,
+        target_embedding: Any,
+        summary: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What rejected rows add to the mask embeddings of the slots they feed, `[B, S, H]`.
+
+        Args:
+            features (`torch.Tensor` of shape `(B, S, taps * target_hidden_size)`): Tapped target states of the rows.
+            bonus_ids, rejected_ids (`torch.LongTensor` of shape `(B,)`): The next anchor and the first rejected draft.
+            target_embedding (`nn.Module`): The target's.
+            summary (`torch.Tensor` of shape `(B, S, H + 1)`, *optional*): Of [`summarise`], for a relay that reads it.
+        """
+        bonus, rejected = (self.embed(token_ids, target_embedding) for token_ids in (bonus_ids, rejected_ids))
+        return self.relay(self.project_context(features), bonus, rejected, summary)
+
+    def summarise(self, target_logits: torch.Tensor, target_embedding: Any) -> torch.Tensor | None:
+        """The target's logits `[..., V]` as its relay reads them, `[..., H + 1]`; `None` where it reads none."""
+        top_k = self.config.relay_top_k
+        if top_k is None or self.relay is None:
+            return None
+        return summarise_logits(target_logits, top_k, lambda token_ids: self.embed(token_ids, target_embedding))
 
     def context_key_values(self, context: torch.Tensor, position_ids: torch.Tensor):
         """Keys and values `[B, KV, T, D]` of each layer for context states `[B, T, H]` at `position_ids` `[B, T]`."""

@@ -59,7 +59,7 @@ def test_proposals_get_the_states_that_verification_computes(family, attention, 
     generator = torch.Generator().manual_seed(3)
     for _ in range(2):
         proposals = torch.randint(1, MASK_TOKEN_ID, (len(ANCHORS), BLOCK - 1), generator=generator)
-        found = proposal_features(drafter, target, sequences, anchors(), proposals)
+        found = proposal_features(target, sequences, anchors(), proposals, drafter.config.target_layer_ids)
         for place in range(len(ANCHORS)):
             expected = verified(target, drafter, sequences, place, proposals)
             torch.testing.assert_close(found[place], expected, rtol=ROUNDING, atol=ROUNDING)
@@ -79,8 +79,8 @@ def test_a_bfloat16_target_relays_too():
     exact = tiny_target("gemma_sliding", dtype=torch.float32)
     again = rows(exact, drafter, with_documents=True)
     proposals = greedy_proposals(drafter, target, result.hidden, anchor_ids_of(sequences))
-    reference = proposal_features(drafter, exact, again, anchors(), proposals)[:, 1:]
-    states = proposal_features(drafter, target, sequences, anchors(), proposals)[:, 1:]
+    reference = proposal_features(exact, again, anchors(), proposals, drafter.config.target_layer_ids)[:, 1:]
+    states = proposal_features(target, sequences, anchors(), proposals, drafter.config.target_layer_ids)[:, 1:]
     assert states.dtype == torch.bfloat16 and relayed.is_fed.any()
     assert (states - reference).norm() / reference.norm() < 0.05
     assert draft_round(drafter, target, sequences, following, relayed).hidden.isfinite().all()
@@ -93,7 +93,7 @@ def test_a_block_may_reach_past_the_targets_last_position():
     sequences = rows(target, drafter, with_documents=False)
     proposals = torch.ones(len(ANCHORS), BLOCK - 1, dtype=torch.long)
     place = ANCHORS.index((0, 32))
-    found = proposal_features(drafter, target, sequences, anchors(), proposals)[place, :2]
+    found = proposal_features(target, sequences, anchors(), proposals, drafter.config.target_layer_ids)[place, :2]
     expected = verified(target, drafter, sequences, place, proposals[:, :1])
     torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
@@ -107,7 +107,7 @@ def test_the_context_is_computed_once():
     target.get_input_embeddings().register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
     proposals = torch.ones(len(ANCHORS), BLOCK - 1, dtype=torch.long)
     for _ in range(3):
-        proposal_features(drafter, target, sequences, anchors(), proposals)
+        proposal_features(target, sequences, anchors(), proposals, drafter.config.target_layer_ids)
     assert widths == [37, 4 * BLOCK, 4 * BLOCK, 4 * BLOCK]
 
 
@@ -118,7 +118,9 @@ def test_the_target_is_asked_for_states_and_not_for_logits():
     asked = []
     target.get_output_embeddings().register_forward_hook(lambda *_: asked.append(1))
     proposals = torch.ones(len(ANCHORS), BLOCK - 1, dtype=torch.long)
-    proposal_features(drafter, target, rows(target, drafter, with_documents=False), anchors(), proposals)
+    proposal_features(
+        target, rows(target, drafter, with_documents=False), anchors(), proposals, drafter.config.target_layer_ids
+    )
     assert not asked
     greedy_proposals(
         drafter, target, torch.zeros(1, BLOCK - 1, 32, dtype=torch.float64), torch.ones(1, dtype=torch.long)
@@ -141,7 +143,7 @@ def test_a_target_that_cannot_run_blocks_side_by_side_is_refused(change, message
         monkeypatch.setattr(type(target.config), name, value, raising=False)
     proposals = torch.ones(len(ANCHORS), BLOCK - 1, dtype=torch.long)
     with pytest.raises(DFlowError, match=message):
-        proposal_features(drafter, target, rows(target, drafter, False), anchors(), proposals)
+        proposal_features(target, rows(target, drafter, False), anchors(), proposals, drafter.config.target_layer_ids)
 
 
 class LargestTensor(TorchDispatchMode):

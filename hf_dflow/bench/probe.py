@@ -6,7 +6,6 @@ already computed on the rejected rows. The names are those of the README's table
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,11 +76,8 @@ def probe_text(drafter: DFlowDrafter, target: Any, token_ids: Sequence[int], pro
     result = draft_round(drafter, target, sequences, anchors)
     drafts = greedy_proposals(drafter, target, result.hidden, text[0, positions])
     # The output of the last layer carries the final norm: the head turns it into the verifier's logits.
-    last_layer = SimpleNamespace(
-        config=SimpleNamespace(target_layer_ids=[target.config.get_text_config().num_hidden_layers - 1])
-    )
-    narrow = Sequences(text, lengths, states[-1])
-    verified = proposal_features(last_layer, target, narrow, anchors, drafts)  # type: ignore[arg-type]
+    last_layer = target.config.get_text_config().num_hidden_layers - 1
+    verified = proposal_features(target, sequences, anchors, drafts, [last_layer])
     top = target.get_output_embeddings()(verified.to(target.dtype)).topk(TOP, dim=-1).indices
     return _walk(drafts.cpu(), result.labels.cpu(), top.cpu())
 

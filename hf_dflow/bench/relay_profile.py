@@ -90,9 +90,7 @@ def relay_inputs(
 ) -> torch.Tensor:
     """What the loop does from the tapped rows `[B, N + 1, taps * H]` to the block's mask embeddings `[B, N, H]`."""
     rejected, is_fed = shift_left(features[:, 1:], accepted)
-    additions = drafter.relay(
-        drafter.project_context(rejected), drafter.embed(ids[:, 0], embedding), drafter.embed(ids[:, 1], embedding)
-    )
+    additions = drafter.relay_additions(rejected, ids[:, 0], ids[:, 1], embedding)
     masks = drafter.embed(torch.full_like(ids[:, :1], SIZES["mask_token_id"]), embedding)
     return masks + torch.where(is_fed[..., None], additions, 0.0)
 

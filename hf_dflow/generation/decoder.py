@@ -332,7 +332,7 @@ class _Call:
             row.is_finished = emission.is_last
 
     def _feed_back(self, state: DecodeState, lengths: list[int], draft: DraftBlock, verification: Verification) -> None:
-        needs_logits = bool(self.options.all_processors)
+        needs_logits = bool(self.options.all_processors) or self.session.reads_logits
         is_read = any(not (row.policy.is_off or row.is_finished) for row in state.rows)
         wanted = (self.session.use_relay or needs_logits) and is_read
         state.feedback = make_feedback(draft, verification, lengths, needs_logits) if wanted else None

@@ -22,7 +22,7 @@ class VerifierFeedback:
     bonus_ids: torch.Tensor  # [B] the next anchor
     rejected_ids: torch.Tensor  # [B] the first rejected draft; meaningless where nothing is fed
     accepted_length: torch.Tensor  # [B]
-    # Only for acceptance processors, which may want them; the relay does not.
+    # Only for who reads them: acceptance processors, and a relay with `relay_top_k`.
     target_logits: torch.Tensor | None  # [B, N, V] raw, of the same rows: what follows a wrong prefix
     draft_logits: torch.Tensor | None  # [B, N, V] what the drafter said of the slots' positions one step ago
     lengths: list[int] = field(default_factory=list)  # drafts of each row in that step, at most N; empty for N each

@@ -44,15 +44,16 @@ def greedy_proposals(
 
 @torch.no_grad()
 def proposal_features(
-    drafter: DFlowDrafter, target: Any, sequences: Sequences, anchors: Anchors, proposals: torch.Tensor
+    target: Any, sequences: Sequences, anchors: Anchors, proposals: torch.Tensor, layer_ids: list[int]
 ) -> torch.Tensor:
-    """Tapped target states `[A, N + 1, taps * H]` of every block `[anchor, proposals]`, all of them in one target pass.
+    """Target states `[A, N + 1, layers * H]` of every block `[anchor, proposals]`, all of them in one target pass.
 
     A block sees its document before its anchor, and itself. Keys and values of the rows' own tokens are computed by the
     first call and kept in `sequences.target_cache`, so that every round pays for its blocks alone.
 
     Args:
         proposals (`torch.LongTensor` of shape `(A, N)`): What was drafted.
+        layer_ids (`list[int]`): Whose outputs are wanted. That of the last layer carries the final norm.
 
     Raises:
         DFlowError: The target has layers, or an attention implementation, that cannot run blocks side by side.
@@ -79,7 +80,7 @@ def proposal_features(
         cache=sequences.target_cache,
     )
     crop(cache, own.index.shape[1])
-    return blocks.unpack(capture_features(states, drafter.config.target_layer_ids))
+    return blocks.unpack(capture_features(states, layer_ids))
 
 
 def _forward(target, token_ids, *, attention_mask, position_ids, cache):

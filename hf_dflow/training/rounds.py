@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.training.loss import slots_per_chunk
 from hf_dflow.training.masks import PackedMask, flex_fits
 from hf_dflow.training.packing import IGNORED, Anchors, BlockLayout, Sequences, context_places
 from hf_dflow.training.proposals import greedy_proposals, proposal_features
@@ -20,6 +21,7 @@ class Relayed:
     is_fed: torch.Tensor  # [A, N]
     bonus_ids: torch.Tensor  # [A]
     rejected_ids: torch.Tensor  # [A]
+    summary: torch.Tensor | None = None  # [A, N, H + 1] of its logits, for a relay that reads them
 
 
 @dataclass
@@ -129,11 +131,12 @@ def previous_embeds(
 
 def relay_additions(drafter: DFlowDrafter, target: Any, relayed: Relayed) -> torch.Tensor:
     """Additions `[A, N, H]` to the mask embeddings of slots 1 … N; zero where nothing is fed."""
-    embedding = target.get_input_embeddings()
-    additions = drafter.relay(
-        drafter.project_context(relayed.features),
-        drafter.embed(relayed.bonus_ids, embedding),
-        drafter.embed(relayed.rejected_ids, embedding),
+    additions = drafter.relay_additions(
+        relayed.features,
+        relayed.bonus_ids,
+        relayed.rejected_ids,
+        target.get_input_embeddings(),
+        relayed.summary,
     )
     return torch.where(relayed.is_fed[..., None], additions, 0.0)
 
@@ -165,10 +168,30 @@ def next_round(
     following = Anchors(anchors.row, position)
     if not use_relay:
         return following, None
-    taps = proposal_features(drafter, target, sequences, anchors, proposals)  # [A, N + 1, taps * H], row 0 the anchor
+    layer_ids = list(drafter.config.target_layer_ids)
+    if drafter.config.relay_top_k is not None:
+        layer_ids.append(target.config.get_text_config().num_hidden_layers - 1)
+    taps = proposal_features(target, sequences, anchors, proposals, layer_ids)  # [A, N + 1, layers * H], row 0 anchor's
     num_drafts = proposals.shape[1]
     source_rows = accepted[:, None] + torch.arange(1, num_drafts + 1, device=proposals.device)
     is_fed = source_rows <= num_drafts  # slot j - a is fed by row j
     gathered = taps.gather(1, source_rows.clamp(max=num_drafts)[..., None].expand(-1, -1, taps.shape[-1]))
     rejected_ids = proposals.gather(1, accepted.clamp(max=num_drafts - 1)[:, None])[:, 0]
-    return following, Relayed(gathered, is_fed, sequences.token_ids[anchors.row, position], rejected_ids)
+    bonus_ids, summary = sequences.token_ids[anchors.row, position], None
+    if drafter.config.relay_top_k is not None:
+        width = gathered.shape[-1] // len(layer_ids)
+        gathered, last = gathered[..., :-width], gathered[..., -width:]
+        summary = summarise_states(drafter, target, last)
+    return following, Relayed(gathered, is_fed, bonus_ids, rejected_ids, summary)
+
+
+def summarise_states(drafter: DFlowDrafter, target: Any, states: torch.Tensor) -> torch.Tensor:
+    """What the relay reads of the logits of final target states `[A, N, target_hidden_size]`, `[A, N, H + 1]`.
+
+    Logits exist for a chunk of blocks at a time.
+    """
+    head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
+    vocab_size = embedding.weight.shape[0]
+    blocks = max(1, slots_per_chunk(vocab_size, states.device) // states.shape[1])
+    chunks = [drafter.summarise(head(chunk.to(target.dtype)), embedding) for chunk in states.split(blocks)]
+    return torch.cat(chunks)  # type: ignore[arg-type]  # the relay reads them

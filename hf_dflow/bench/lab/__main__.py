@@ -13,6 +13,7 @@ from hf_dflow import DFlowDrafter
 from hf_dflow.bench.lab import corpora
 from hf_dflow.bench.lab.experiment import (
     KINDS,
+    READS_LOGITS,
     DrafterRecipe,
     Lab,
     measure,
@@ -101,7 +102,7 @@ def _corpus(name: str, answers: Path | None, tokenizer: str | None) -> corpora.C
 @app.command()
 def run(
     folder: Annotated[Path, typer.Argument(help="What `prepare` wrote.")],
-    kinds: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(KINDS),
+    kinds: Annotated[str, typer.Option(help=f"Separated by commas; also {READS_LOGITS}.")] = ",".join(KINDS),
     seeds: Annotated[str, typer.Option(help="One run of each kind for each; separated by commas.")] = "0",
     updates: int = DrafterRecipe.updates,
     num_layers: int = DrafterRecipe.num_layers,
@@ -125,7 +126,7 @@ def run(
             drafter, record = train(lab, kind, recipe)
             result: dict[str, Any] = {"kind": kind, "recipe": vars(recipe), **record}
             result["counts"] = measure(lab, drafter, lab.held_out)
-            if kind == "dflow":
+            if kind in ("dflow", READS_LOGITS):
                 result["counts_relay_off"] = measure(lab, drafter, lab.held_out, use_relay=False)
             if kind == "dflash" and with_probe:
                 result["probe"] = probe(lab, drafter, lab.held_out)

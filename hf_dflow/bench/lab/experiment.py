@@ -17,6 +17,8 @@ from hf_dflow.training.features import FeatureStore
 from hf_dflow.training.trainer import Stage, Trainer, TrainingConfig
 
 KINDS = ("dflash", "multi_round", "dflow", "autoregressive")
+READS_LOGITS = "dflow_logits"  # a variant: the relay also reads what the verifier's distribution was
+RELAY_TOP_K = 16
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int) -> Tra
         mask_token_id=mask_token_id,
         target_layer_ids=list(recipe.target_layer_ids),
         stages=[stage],
-        use_relay=kind == "dflow",
+        use_relay=kind in ("dflow", READS_LOGITS),
+        relay_top_k=RELAY_TOP_K if kind == READS_LOGITS else None,
         distillation=recipe.distillation,
         teacher_top_k=8,
         feature_dtype="bfloat16",

@@ -25,7 +25,7 @@ def counts_by_kind(results: list[dict[str, Any]]) -> dict[str, dict[int, np.ndar
     """`{kind: {seed: [2, prompts] tokens and steps}}`; DFlow with its relay switched off is a kind of its own."""
     counts: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for record in results:
-        for key, kind in (("counts", record["kind"]), ("counts_relay_off", "dflow, relay off")):
+        for key, kind in (("counts", record["kind"]), ("counts_relay_off", f"{record['kind']}, relay off")):
             if key in record:
                 counts[kind][record["recipe"]["seed"]] = np.array([record[key]["tokens"], record[key]["steps"]])
     return counts
