@@ -12,7 +12,17 @@ from hf_dflow import hub_commands as hub
 
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.bench import commands as bench_commands
-from hf_dflow.bench.options import DrafterOption, JsonOption, TargetOption, ThreadsOption, TinyOption
+from hf_dflow.bench.options import (
+    BundledOption,
+    DrafterOption,
+    HumanEvalOption,
+    JsonOption,
+    PromptFilesOption,
+    ShareGptOption,
+    TargetOption,
+    ThreadsOption,
+    TinyOption,
+)
 from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub_commands import errors_in_words
@@ -113,6 +123,44 @@ def probe(
         bench.show(record, Console())
         if json_path is not None:
             json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+@app.command()
+def calibrate(
+    drafter: Annotated[Path, typer.Argument(help="Folder of a drafter saved by this package; its config changes.")],
+    target: TargetOption = None,
+    bundled: BundledOption = False,
+    prompts: PromptFilesOption = None,
+    human_eval: HumanEvalOption = 0,
+    sharegpt: ShareGptOption = 0,
+    skip: Annotated[int, typer.Option(min=0, help="Leave out the first so many prompts: those you measure on.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Fit and show; the folder stays as it is.")] = False,
+    json_path: JsonOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Fit what stale_mixture="learned" and adaptive_length take from a drafter, on prompts you do not measure on."""
+    with errors_in_words():
+        from hf_dflow.bench import calibrate as bench
+        from hf_dflow.bench.report import run_conditions
+        from hf_dflow.bench.runners import load_pair, use_threads
+        from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
+
+        bench.own_config(drafter)
+        chosen = chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
+        workload = tasks_in_turn(chosen)[skip:]
+        if not workload:
+            raise DFlowError(f"--skip {skip} leaves none of {len(chosen)} prompts; skip fewer, or give more")
+        use_threads(threads)
+        pair = load_pair(target, drafter)
+        result = bench.fit(pair, workload, max_new_tokens, Console())
+        typer.echo(json.dumps(result, indent=1))
+        if json_path is not None:
+            conditions = run_conditions(prompts=len(workload), max_new_tokens=max_new_tokens, **pair.describe())
+            record = {**result, "conditions": {**conditions, "skipped_prompts": skip}}
+            json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if not dry_run:
+            bench.keep(drafter, result["fitted_decisions"])
 
 
 @app.command()

@@ -9,6 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_dflow.errors import DrafterConfigError
+from hf_dflow.fitted import fault_of
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 INPUT_EMBEDDINGS = ("raw", "target", "own")
@@ -80,6 +81,10 @@ class DFlowDrafterConfig(PreTrainedConfig):
             So many of the verifier's likeliest tokens at a rejected row enter the relay beside its states
             ([`~hf_dflow.verifier_summary.summarise_logits`]); `None`: states alone, as in the paper.
         generation_defaults (`dict`, *optional*): Fields of [`DFlowGenerationConfig`] recorded with the drafter.
+        fitted_decisions (`dict`, *optional*):
+            What `hf-dflow calibrate` fitted: `mixture`, the coefficients of [`StaleMixture`]'s learned weight, and
+            `calibration`, for "greedy" and "sampled" drafts a line through the logit of the drafter's confidence
+            (intercept, slope) for the first, the second and later slots.
     """
 
     model_type = "dflow_drafter"
@@ -133,6 +138,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
     relay_norm_affine: bool = False
     relay_top_k: int | None = None
     generation_defaults: dict | None = None
+    fitted_decisions: dict | None = None
     format_version: int = FORMAT_VERSION
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -234,6 +240,9 @@ class DFlowDrafterConfig(PreTrainedConfig):
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             self._refuse("'sliding_window' is missing though 'layer_types' has sliding layers; add it")
         self._check_target_layers()
+        fault = None if self.fitted_decisions is None else fault_of(self.fitted_decisions)
+        if fault:
+            self._refuse(f"'fitted_decisions': {fault}; run hf-dflow calibrate again, or take the field out")
         self._check_choice("input_embedding", INPUT_EMBEDDINGS)
         self._check_choice("output_head", OUTPUT_HEADS)
         self._check_draft_vocabulary()

@@ -20,7 +20,8 @@ from memorize import memorize
 from hf_dflow import DFlowGenerationConfig, UnsupportedGenerationError
 from hf_dflow.generation import tree
 from hf_dflow.generation.rows import DraftCache
-from hf_dflow.generation.tree import DraftTree, grow
+from hf_dflow.generation.step_length import StepCosts
+from hf_dflow.generation.tree import DraftTree, Worth, grow
 
 PROMPT_LENGTH, NEW_TOKENS, BLOCK = 9, 48, 6
 PARITY = 1e-4  # RMSNorm computes in float32, whose rounding depends on the shape; a wrong row is off by whole units
@@ -81,6 +82,42 @@ def test_children_follow_their_parents_token():
         token - (100 if parent == 0 else found.token_ids[parent - 1]) in (1, 2)
         for token, parent in zip(found.token_ids, found.parents, strict=True)
     )
+
+
+@pytest.mark.parametrize("costs", [[1.0] * 65, [1.0 + 0.02 * n for n in range(65)], [1.0 + 0.9 * n for n in range(65)]])
+def test_a_tree_ends_where_more_does_not_pay(costs):
+    """Bug: an end at the first node that does not pay, past a dear step to a cheap one, or nodes of negative worth."""
+    costs = [cost + 0.5 * (index > 3) for index, cost in enumerate(costs)]  # a kernel's tile ends there
+    generator = torch.Generator().manual_seed(3)
+    log_probs = (2 * torch.randn(5, 4, generator=generator)).log_softmax(-1).sort(descending=True).values.tolist()
+
+    def expand(slot, previous):
+        return [10, 11, 12, 13], log_probs[slot]
+
+    whole = grow(expand, 5, 5, 64)
+    scores = [0.0]
+    for token, parent, depth in zip(whole.token_ids, whole.parents, whole.depths, strict=True):
+        scores.append(scores[parent] + log_probs[depth - 1][token - 10])
+    expected = list(itertools.accumulate([1.0, *(math.exp(score) for score in scores[1:])]))
+    best = max(range(1, 65), key=lambda size: expected[size] / (0.3 + costs[size]))
+    found = grow(expand, 5, 5, 64, Worth(StepCosts(0.3, tuple(costs))))
+    assert found.size == best
+    assert found.token_ids == whole.token_ids[:best] and found.parents == whole.parents[:best]
+    assert all(child <= best for children in found.children for child in children)
+    assert len(found.children) == best + 1
+
+
+@pytest.mark.parametrize(("verify", "sizes"), [([1.0] * 65, {64}), ([1.0 + 3.0 * n for n in range(65)], {1})])
+def test_the_budget_follows_the_costs(verify, sizes):
+    """Bug: costs that never reach the loop, too few times for so large a tree, or a text that depends on them."""
+    target, drafter, prompt, text = learned_pair()
+    output = decode(target, drafter, prompt, budget="auto", step_costs={"draft": 0.1, "verify": verify})
+    assert torch.equal(output.sequences, text)
+    assert set(output.statistics.per_step_drafted[:-4]) == sizes
+    with pytest.raises(UnsupportedGenerationError, match="64 drafts need 65"):
+        decode(target, drafter, prompt, budget="auto", step_costs={"draft": 0.1, "verify": verify[:9]})
+    with pytest.raises(UnsupportedGenerationError, match="auto"):
+        decode(target, drafter, prompt, budget="automatic")
 
 
 HAND = DraftTree([7, 8, 9, 6], [0, 0, 1, 3], [1, 1, 2, 3], [[1, 2], [3], [], [4], []])

@@ -47,6 +47,8 @@ def make_rows(
     lossy = [type(one).__name__ for one in options.all_processors if one.is_lossy]
     if lossy:
         logger.warning("%s makes acceptance lossy: the text may differ from the target's own.", ", ".join(lossy))
+    kind = "sampled" if generation_config.do_sample else "greedy"
+    calibration = options.fitted.get("calibration", {}).get(kind)
     made = []
     for i in range(batch_size):
         statistics = AcceptanceStatistics(verification=rule, lossless=not lossy)
@@ -59,7 +61,7 @@ def make_rows(
             records=Records(generation_config),
             generator=generators[i],
             statistics=statistics,
-            planner=None if costs is None else LengthPlanner(costs, outcomes=statistics.predictions),
+            planner=None if costs is None else LengthPlanner(costs, calibration, outcomes=statistics.predictions),
         )
         made.append(row)
     return made

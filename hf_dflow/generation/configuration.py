@@ -1,14 +1,15 @@
 """The options of `speculation_type="dflow"` and the one place where their precedence is decided."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import GenerationConfig
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.acceptance import AcceptanceProcessor, AcceptanceThreshold
-from hf_dflow.generation.mixture import StaleMixture, is_mixture_weight
+from hf_dflow.generation.mixture import LEARNED, StaleMixture, is_mixture_weight
 from hf_dflow.generation.step_length import StepCosts
+from hf_dflow.generation.tree import AUTO, LARGEST_AUTO
 from hf_dflow.kernels import BACKENDS
 from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.monitor import MonitoredRoute
@@ -28,26 +29,29 @@ class DFlowOptions:
     num_draft_tokens: int | None = None
     adaptive_length: bool | None = None
     step_costs: Any = None
-    tree_budget: int | None = None
+    tree_budget: int | str | None = None
     acceptance_threshold: float | None = None
-    stale_mixture: bool | float | None = None
+    stale_mixture: bool | float | str | None = None
     acceptance_processors: list[AcceptanceProcessor] | None = None
     kernel_backend: str | None = None
     seeds: list[int] | None = None
     monitor: MonitoredRoute | None = None
+    fitted: dict[str, Any] = field(default_factory=dict, init=False)  # the drafter's own `fitted_decisions`
 
     @property
     def all_processors(self) -> list[AcceptanceProcessor]:
         """The caller's acceptance processors, behind them the stale mixture and the relaxed rule where they are on."""
         processors = list(self.acceptance_processors or [])
-        if self.stale_mixture:
-            processors.append(StaleMixture(None if self.stale_mixture is True else self.stale_mixture))
+        if self.stale_mixture == LEARNED:
+            processors.append(StaleMixture(coefficients=self.fitted["mixture"]))
+        elif self.stale_mixture:
+            processors.append(StaleMixture(None if self.stale_mixture is True else float(self.stale_mixture)))
         if self.acceptance_threshold is not None:
             processors.append(AcceptanceThreshold(self.acceptance_threshold))
         return processors
 
 
-OPTION_NAMES = tuple(option.name for option in fields(DFlowOptions))
+OPTION_NAMES = tuple(option.name for option in fields(DFlowOptions) if option.init)
 
 
 class DFlowGenerationConfig(GenerationConfig):
@@ -68,16 +72,18 @@ class DFlowGenerationConfig(GenerationConfig):
             Verify, at each step, only so many of these as are expected to pay, and pause drafting where it does not
             ([`LengthPlanner`]). Lossless.
         step_costs (`dict`, *optional*):
-            For that, `{"draft": seconds, "verify": [seconds of a forward over 1, 2, … tokens]}`; only ratios matter.
-            Measured once for a pair of models otherwise, so that sampled text then depends on the machine.
-        tree_budget (`int`, *optional*, defaults to none):
-            Verify so many drafts as a tree of paths instead of one chain ([`~hf_dflow.generation.tree.DraftTree`]).
-            Greedy decoding of one sequence only, on full attention.
+            For that, and for a tree whose size follows from it, `{"draft": seconds, "verify": [seconds of a forward
+            over 1, 2, … tokens]}`; only ratios matter. Measured once for a pair of models otherwise, so that sampled
+            text then depends on the machine.
+        tree_budget (`int` or `"auto"`, *optional*, defaults to none):
+            Verify so many drafts as a tree of paths instead of one chain ([`~hf_dflow.generation.tree.DraftTree`]);
+            `"auto"` ends each step's tree where `step_costs` say that more nodes do not pay, at most at 64. Greedy
+            decoding of one sequence only, on full attention.
         acceptance_threshold (`float`, *optional*):
             **Lossy.** Also accept a draft whose target probability is at least this.
-        stale_mixture (`bool` or `float`, *optional*, defaults to `False`):
+        stale_mixture (`bool`, `float` or `"learned"`, *optional*, defaults to `False`):
             Mix what the verifier said on rejected rows into the next draft's law ([`StaleMixture`]): `True` learns the
-            weight online, a number in (0, 1] fixes it. Lossless.
+            weight online, a number in (0, 1] fixes it, `"learned"` takes what `hf-dflow calibrate` fitted. Lossless.
         acceptance_processors (`list[AcceptanceProcessor]`, *optional*): See [`AcceptanceProcessor`]. Not serialised.
         kernel_backend (`str`, *optional*, defaults to `"auto"`):
             What verifies a block: `"torch"`, `"triton"` (never falls back), or `"auto"`: Triton on a CUDA device where
@@ -117,6 +123,7 @@ def resolve_options(
         name: next((source[name] for source in sources if source.get(name) is not None), None) for name in OPTION_NAMES
     }
     options = DFlowOptions(**chosen)
+    options.fitted = drafter.config.fitted_decisions or {}
     if options.use_relay is None:
         options.use_relay = drafter.relay is not None
     if options.use_correction is None:
@@ -149,19 +156,28 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
     if options.adaptive_length not in (None, True, False):
         raise UnsupportedGenerationError(f"adaptive_length={options.adaptive_length!r}; use True or False.")
     budget = options.tree_budget
-    if budget is not None and (type(budget) is not int or not 1 <= budget <= LARGEST_TREE):
-        raise UnsupportedGenerationError(f"tree_budget={budget!r}; use a whole number of drafts, 1 … {LARGEST_TREE}.")
+    if budget not in (None, AUTO) and (type(budget) is not int or not 1 <= budget <= LARGEST_TREE):
+        raise UnsupportedGenerationError(
+            f'tree_budget={budget!r}; use a whole number of drafts, 1 … {LARGEST_TREE}, or "{AUTO}".'
+        )
     if budget is not None and options.adaptive_length:
         raise UnsupportedGenerationError("tree_budget does not go with adaptive_length; leave one of them out.")
     if options.step_costs is not None:
-        StepCosts.read(options.step_costs, longest)
+        StepCosts.read(options.step_costs, LARGEST_AUTO if budget == AUTO else longest)
     if options.kernel_backend is not None and options.kernel_backend not in BACKENDS:
         raise UnsupportedGenerationError(
             f"kernel_backend='{options.kernel_backend}' is unknown; use one of {', '.join(BACKENDS)}."
         )
     mixture = options.stale_mixture
-    if mixture is not None and not isinstance(mixture, bool) and not is_mixture_weight(mixture):
-        raise UnsupportedGenerationError(f"stale_mixture={mixture!r}; use True, False or a fixed weight in (0, 1].")
+    if mixture == LEARNED and "mixture" not in options.fitted:
+        raise UnsupportedGenerationError(
+            f'stale_mixture="{LEARNED}", but nothing was fitted for this drafter; run hf-dflow calibrate, or use True '
+            "or a fixed weight in (0, 1]."
+        )
+    if not (mixture is None or isinstance(mixture, bool) or mixture == LEARNED or is_mixture_weight(mixture)):
+        raise UnsupportedGenerationError(
+            f'stale_mixture={mixture!r}; use True, False, "{LEARNED}" or a fixed weight in (0, 1].'
+        )
     threshold = options.acceptance_threshold
     if threshold is not None and not (isinstance(threshold, int | float) and 0.0 < threshold <= 1.0):
         raise UnsupportedGenerationError(f"acceptance_threshold={threshold!r}; use a probability in (0, 1].")

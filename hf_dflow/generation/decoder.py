@@ -8,7 +8,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from hf_dflow.generation import _compat, batch
 from hf_dflow.generation.checks import check_call, check_mode, check_target
-from hf_dflow.generation.configuration import DFlowOptions, resolve_options
+from hf_dflow.generation.configuration import OPTION_NAMES, DFlowOptions, resolve_options
 from hf_dflow.generation.drafting import DraftBlock, DraftSession
 from hf_dflow.generation.fallback import PATIENCE, Warnings
 from hf_dflow.generation.feedback import make_feedback
@@ -20,7 +20,7 @@ from hf_dflow.generation.state import DecodeState, Row
 from hf_dflow.generation.step_length import StepCosts, step_costs
 from hf_dflow.generation.stopping import Emission, StopPlan
 from hf_dflow.generation.target import TargetSession
-from hf_dflow.generation.tree import check_tree, expansion, grow
+from hf_dflow.generation.tree import AUTO, LARGEST_AUTO, Worth, check_tree, expansion, grow
 from hf_dflow.generation.uniforms import cut, draw
 from hf_dflow.generation.verification import Verification, Verifier, choose_backend, choose_rule
 from hf_dflow.modeling_dflow import DFlowDrafter
@@ -42,9 +42,9 @@ class DFlowDecoder:
     """
 
     def __init__(self, drafter: DFlowDrafter, streamer=None, **options):
-        unknown = set(options) - set(DFlowOptions.__dataclass_fields__)
+        unknown = set(options) - set(OPTION_NAMES)
         if unknown:
-            allowed = ", ".join(DFlowOptions.__dataclass_fields__)
+            allowed = ", ".join(OPTION_NAMES)
             raise TypeError(f"DFlowDecoder got unknown options {sorted(unknown)}; allowed: {allowed}")
         resolve_options(drafter, GenerationConfig(), options)  # a bad value is refused here, not at the first call
         self.drafter, self.streamer, self.options = drafter, streamer, options
@@ -81,7 +81,8 @@ class DFlowDecoder:
         processors = logits_processor or LogitsProcessorList()
         rule = choose_rule(bool(generation_config.do_sample), options, PathProcessor(processors))
         costs = self._step_costs(model, options)
-        rows = batch.make_rows(input_ids, model, generation_config, options, processors, rule, costs)
+        planned = costs if options.adaptive_length else None
+        rows = batch.make_rows(input_ids, model, generation_config, options, processors, rule, planned)
         if own_streamer is not None:
             streamer = own_streamer
             streamer.put(input_ids.cpu())
@@ -98,6 +99,7 @@ class DFlowDecoder:
                 generation_config=generation_config,
                 streamer=streamer,
                 warnings=warnings,
+                costs=costs,
                 batch_size=len(some),
             )
             return call.run(some, kwargs)
@@ -105,11 +107,14 @@ class DFlowDecoder:
         return batch.decode_all(decode, rows, model, generation_config, model_kwargs)
 
     def _step_costs(self, model: PreTrainedModel, options: DFlowOptions) -> StepCosts | None:
-        if not options.adaptive_length:
+        longest = self.drafter.config.drafts_per_block
+        if options.tree_budget == AUTO:
+            longest = LARGEST_AUTO
+        elif not options.adaptive_length:
             return None
         if options.step_costs is None:
-            return step_costs(model, self.drafter)
-        return StepCosts.read(options.step_costs, self.drafter.config.drafts_per_block)
+            return step_costs(model, self.drafter, longest)
+        return StepCosts.read(options.step_costs, longest)
 
 
 class _Call:
@@ -126,10 +131,12 @@ class _Call:
         generation_config: GenerationConfig,
         streamer,
         warnings: Warnings,
+        costs: StepCosts | None,
         batch_size: int,
     ):
         self.model, self.drafter, self.options, self.stop = model, drafter, options, stop
         self.config, self.streamer, self.device = generation_config, streamer, model.device
+        self.costs = costs
         self.do_sample, self.monitor = bool(generation_config.do_sample), options.monitor
         self.verifier, self.warnings = Verifier(rule, choose_backend(options, model.device)), warnings
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -256,7 +263,12 @@ class _Call:
         slots = self.session.slots(state.rows, lengths, state.feedback)
         expand = expansion(slots, slots.logits.shape[-1])
         anchor_id = int(state.rows[0].ids[0, -1])
-        state.tree = grow(expand, anchor_id, lengths[0], self.options.tree_budget or 1)
+        budget, worth = self.options.tree_budget, None
+        if budget == AUTO:
+            assert self.costs is not None
+            budget, worth = LARGEST_AUTO, Worth(self.costs)
+        assert isinstance(budget, int)
+        state.tree = grow(expand, anchor_id, lengths[0], budget, worth)
         return DraftBlock(slots.logits.argmax(dim=-1), slots.logits, slots.is_finite)
 
     def _verify_tree(self, state: DecodeState, block: DraftBlock) -> tuple[list[int], DraftBlock, Any, Verification]:

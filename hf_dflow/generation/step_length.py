@@ -6,6 +6,7 @@ learned acceptance predictor; a block drafter has drafted everything before the 
 in what is verified.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_dflow.errors import UnsupportedGenerationError
+from hf_dflow.fitted import SLOT_GROUPS
 from hf_dflow.generation import _compat
 from hf_dflow.generation.drafting import DraftSession
 
@@ -24,10 +26,11 @@ if TYPE_CHECKING:
     from hf_dflow.modeling_dflow import DFlowDrafter
 
 BINS = 8  # of confidence
-SLOT_GROUPS = 3  # first, second, later
 PRIOR_COUNT = 4.0  # judged drafts that the drafter's own word is worth
+FITTED_COUNT = 16.0  # and what it is worth once it was calibrated on other texts
 FORGET = 0.9  # of the yield of drafting, with each step
 STALE = 0.95  # of what was judged, with each further draft of the same slot and confidence
+LEAST_CONFIDENCE = 1e-4  # and one less it at most, so that its logit is a number
 TRIAL = 6  # drafted steps before the first judgement whether drafting pays
 AFTER_PAUSE = 0.25  # what a pause leaves of the past yield, so that a drafter that turned good is soon back
 
@@ -79,6 +82,7 @@ class LengthPlanner:
     """
 
     costs: StepCosts
+    calibration: Sequence[Sequence[float]] | None = None  # of `fitted_decisions`, for drafts of this kind
     accepted: list[list[float]] = field(default_factory=lambda: [[0.0] * BINS for _ in range(SLOT_GROUPS)])
     judged: list[list[float]] = field(default_factory=lambda: [[0.0] * BINS for _ in range(SLOT_GROUPS)])
     steps: int = 0
@@ -92,8 +96,11 @@ class LengthPlanner:
     def acceptance(self, slot: int, confidence: float) -> float:
         """Probability that the draft of `slot`, from 0, is accepted once all before it are."""
         group, place = min(slot, SLOT_GROUPS - 1), min(BINS - 1, int(confidence * BINS))
-        accepted = self.accepted[group][place] + PRIOR_COUNT * confidence
-        return accepted / (self.judged[group][place] + PRIOR_COUNT)
+        prior, count = confidence, PRIOR_COUNT
+        if self.calibration is not None:
+            intercept, slope = self.calibration[group]
+            prior, count = calibrated(confidence, intercept, slope), FITTED_COUNT
+        return (self.accepted[group][place] + count * prior) / (self.judged[group][place] + count)
 
     def choose(self, confidences: Sequence[float]) -> int:
         """How many of the drafts with these confidences to verify: what maximises expected tokens per second."""
@@ -137,24 +144,37 @@ class LengthPlanner:
         return True
 
 
+def calibrated(confidence: float, intercept: float, slope: float) -> float:
+    """Probability by a line through the logit of a confidence (Platt scaling, 1999)."""
+    sure = min(max(confidence, LEAST_CONFIDENCE), 1.0 - LEAST_CONFIDENCE)
+    return 1.0 / (1.0 + math.exp(-(intercept + slope * math.log(sure / (1.0 - sure)))))
+
+
 _MEASURED: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, StepCosts]]" = WeakKeyDictionary()
 
 
-def step_costs(target: Any, drafter: "DFlowDrafter") -> StepCosts:
-    """[`measure_step_costs`] of a pair, measured once in the life of its models."""
+def step_costs(target: Any, drafter: "DFlowDrafter", longest: int | None = None) -> StepCosts:
+    """[`measure_step_costs`] of a pair, measured once in the life of its models, and anew for more drafts."""
     of_target = _MEASURED.setdefault(target, WeakKeyDictionary())
-    if drafter not in of_target:
-        of_target[drafter] = measure_step_costs(target, drafter)
+    wanted = longest or drafter.config.drafts_per_block
+    if drafter not in of_target or len(of_target[drafter].verify) <= wanted:
+        of_target[drafter] = measure_step_costs(target, drafter, longest=wanted)
     return of_target[drafter]
 
 
 @torch.no_grad()
 def measure_step_costs(
-    target: Any, drafter: "DFlowDrafter", *, context_length: int = 64, repeats: int = 3
+    target: Any,
+    drafter: "DFlowDrafter",
+    *,
+    longest: int | None = None,
+    context_length: int = 64,
+    repeats: int = 3,
 ) -> StepCosts:
     """Time the two forwards of a step, behind a context of random tokens.
 
     Args:
+        longest (`int`, *optional*, defaults to a full block's): Up to how many drafts.
         context_length (`int`, *optional*, defaults to 64): Tokens in the caches.
         repeats (`int`, *optional*, defaults to 3): Of each length; medians count. Lengths between 1, 2, 4, 8 … tokens
             are interpolated.
@@ -162,15 +182,16 @@ def measure_step_costs(
     device, vocab_size = target.device, target.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or context_length * 4
-    context_length = max(1, min(context_length, limit - drafter.config.block_size - 1))
-    width = context_length + drafter.config.block_size + 1
+    most = (longest or drafter.config.drafts_per_block) + 1
+    room = max(most, drafter.config.block_size) + 1
+    context_length = max(1, min(context_length, limit - room))
+    width = context_length + room
     token_ids = torch.randint(vocab_size, (1, width), generator=generator).to(device)
     cache = DynamicCache()
     cache.activate_past_recording()
     named: Any = {_compat.cache_argument(target): cache}
     output = target(token_ids[:, :context_length], output_hidden_states=True, use_cache=True, **named)
     features = _compat.capture_features(output.hidden_states, drafter.config.target_layer_ids)
-    most = drafter.config.drafts_per_block + 1
     lengths = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
 
     def verify(length: int) -> None:
@@ -197,13 +218,13 @@ def measure_step_costs(
         drafter.compute_logits(hidden, session.head)
 
     times = {length: _seconds(lambda length=length: verify(length), repeats, device) for length in lengths}
-    verify_times, longest = [], 0.0
+    verify_times, dearest = [], 0.0
     for length in range(1, most + 1):
         above = min(one for one in lengths if one >= length)
         below = max(one for one in lengths if one <= length)
         share = 0.0 if above == below else (length - below) / (above - below)
-        longest = max(longest, times[below] + share * (times[above] - times[below]))  # more tokens never cost less
-        verify_times.append(longest)
+        dearest = max(dearest, times[below] + share * (times[above] - times[below]))  # more tokens never cost less
+        verify_times.append(dearest)
     return StepCosts(_seconds(draft, repeats, device), tuple(verify_times))
 
 

@@ -6,6 +6,7 @@ law that follows its token. The target sees each node behind its own ancestors, 
 """
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,15 @@ import torch
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import _compat
+from hf_dflow.generation.step_length import StepCosts
 
 if TYPE_CHECKING:
     from hf_dflow.generation.drafting import Slots
 
 ATTENTION = ("eager", "sdpa")  # what takes a mask of any shape
 CHILDREN = 16  # of a node that are looked at
+AUTO = "auto"  # the budget that follows from what a step costs
+LARGEST_AUTO = 64  # nodes of it, at most
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class DraftTree:
     def size(self) -> int:
         """Drafted nodes."""
         return len(self.token_ids)
+
+    def first(self, size: int) -> "DraftTree":
+        """The tree of the first `size` nodes; parents come before their children."""
+        children = [[child for child in of if child <= size] for of in self.children[: size + 1]]
+        return DraftTree(self.token_ids[:size], self.parents[:size], self.depths[:size], children)
 
     def visible(self, device: torch.device) -> torch.Tensor:
         """`[n + 1, n + 1]` True where a node (row) sees another: its ancestors and itself."""
@@ -64,13 +73,45 @@ class DraftTree:
 Expand = Callable[[int, int], tuple[list[int], list[float]]]
 
 
-def grow(expand: Expand, anchor_id: int, depth: int, budget: int) -> DraftTree:
+class Worth:
+    """Decides, node by node, where a tree ends: at the size that gives most expected tokens per second.
+
+    Nodes come in falling probability. A path's is the drafter's own, so the size follows from the draft law alone.
+
+    Args:
+        costs (`StepCosts`): Of a step with up to so many nodes as it has times of verification.
+    """
+
+    def __init__(self, costs: StepCosts):
+        self.costs = costs
+        self.expected = [1.0]  # tokens of a step with 0, 1, … nodes
+        self.best_size, self._best_rate = 1, 0.0  # one at least: what was drafted is paid for
+
+    def ends(self, probability: float) -> bool:
+        """Whether no number of further nodes, none likelier than `probability`, would raise the best rate so far."""
+        verify, size = self.costs.verify, len(self.expected) - 1
+        return all(
+            (self.expected[-1] + more * probability) / (self.costs.draft + verify[size + more]) <= self._best_rate
+            for more in range(1, len(verify) - size)
+        )
+
+    def add(self, probability: float) -> None:
+        """One more node."""
+        self.expected.append(self.expected[-1] + probability)
+        size = len(self.expected) - 1
+        rate = self.expected[-1] / (self.costs.draft + self.costs.verify[size])
+        if rate > self._best_rate:
+            self.best_size, self._best_rate = size, rate
+
+
+def grow(expand: Expand, anchor_id: int, depth: int, budget: int, worth: Worth | None = None) -> DraftTree:
     """The `budget` likeliest nodes of at most `depth` drafts.
 
     Args:
         expand (`Expand`): What may follow.
         anchor_id (`int`): The token that all paths follow.
         depth, budget (`int`): Drafts of the longest path, and of all together.
+        worth (`Worth`, *optional*): Ends the tree earlier.
     """
     token_ids: list[int] = []
     parents: list[int] = []
@@ -82,6 +123,10 @@ def grow(expand: Expand, anchor_id: int, depth: int, budget: int) -> DraftTree:
     arrived = 0
     while waiting and len(token_ids) < budget:
         cost, _, parent, rank = heapq.heappop(waiting)
+        if worth is not None:
+            if worth.ends(math.exp(-cost)):
+                break
+            worth.add(math.exp(-cost))
         tokens, _ = options[parent]
         token_ids.append(tokens[rank])
         parents.append(parent)
@@ -100,7 +145,8 @@ def grow(expand: Expand, anchor_id: int, depth: int, budget: int) -> DraftTree:
             if place < len(options[of][1]) and options[of][1][place] > -torch.inf:
                 arrived += 1
                 heapq.heappush(waiting, (-(scores[of] + options[of][1][place]), arrived, of, place))
-    return DraftTree(token_ids, parents, depths, children)
+    tree = DraftTree(token_ids, parents, depths, children)
+    return tree if worth is None else tree.first(worth.best_size)
 
 
 def expansion(slots: "Slots", vocab_size: int) -> Expand:

@@ -23,7 +23,14 @@ PREFIX, PARTIAL = "checkpoint-", "checkpoint-partial"
 STATE = Path("training") / "state.json"
 OPTIMIZER = Path("training") / "optimizer.safetensors"
 # Of a drafter's configuration, what may differ between two runs of one training.
-NOT_SHAPE = ("transformers_version", "dtype", "_name_or_path", "architectures", "generation_defaults")
+NOT_SHAPE = (
+    "transformers_version",
+    "dtype",
+    "_name_or_path",
+    "architectures",
+    "generation_defaults",
+    "fitted_decisions",
+)
 
 
 @dataclass

@@ -1,0 +1,196 @@
+"""`hf-dflow calibrate`: fit a drafter's decisions on recorded text, a few numbers that its configuration then keeps.
+
+* The mixture's weight ([`StaleMixture`]): the coefficients under which the drafter's law, mixed with that of the
+  rejected row, gives the tokens that verification revealed the highest likelihood.
+* The calibration of its confidence ([`LengthPlanner`]): for the first, the second and later slots, the line through its
+  logit that predicts acceptance best (Platt scaling, 1999).
+
+Decoding records with neither of them in use, so that both are fitted on what the drafter does by itself.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from hf_dflow.bench.runners import Contestant, Mode, Pair, decode
+from hf_dflow.bench.workloads import Prompt
+from hf_dflow.errors import DFlowError
+from hf_dflow.fitted import NUM_TRAITS, SLOT_GROUPS
+from hf_dflow.generation.drafting import DraftBlock
+from hf_dflow.generation.feedback import VerifierFeedback
+from hf_dflow.generation.mixture import LARGEST_WEIGHT, StaleMixture
+from hf_dflow.generation.step_length import LEAST_CONFIDENCE
+from hf_dflow.generation.verification import Verification
+
+MODES = {"greedy": Mode(), "sampled": Mode(1.0, "token")}
+FEWEST = 200  # of revealed slots, or of judged drafts: with fewer nothing is fitted
+RIDGE = 1.0  # squared coefficients are weighed against log-likelihoods of single tokens
+CONFIG = "config.json"
+
+
+@dataclass
+class Log:
+    """What decoding showed; shared by all rows' copies of a [`Recorder`]."""
+
+    traits: list[torch.Tensor] = field(default_factory=list)  # [slots, NUM_TRAITS] of each step
+    likelihoods: list[torch.Tensor] = field(default_factory=list)  # [slots, 3] drafter's, rejected row's, kept mass
+    judged: list[tuple[int, float, bool]] = field(default_factory=list)  # slot, confidence, accepted
+
+    def __deepcopy__(self, memo: dict) -> "Log":
+        return self
+
+
+class Recorder(StaleMixture):
+    """Watches what a mixture would have fed, and leaves the drafts as they are."""
+
+    def __init__(self, log: Log, is_sampled: bool):
+        super().__init__()
+        self.log, self.is_sampled = log, is_sampled
+        self._confidences: list[float] = []
+
+    def adjust_draft_logits(self, draft_logits: torch.Tensor, feedback: VerifierFeedback | None) -> torch.Tensor:
+        super().adjust_draft_logits(draft_logits, feedback)
+        self._confidences = _confidences(draft_logits)
+        return draft_logits
+
+    def observe(self, draft: DraftBlock, verification: Verification) -> None:
+        mixed, self._mixed = self._mixed, None
+        accepted, verified = int(verification.accepted_length[0]), draft.token_ids.shape[1]
+        # The planner sees the backbone's own law where drafts are sampled: see `DraftBlock.confidences`.
+        seen = self._confidences if self.is_sampled else _confidences(draft.logits)
+        self.log.judged += [(slot, seen[slot], slot < accepted) for slot in range(min(verified, accepted + 1))]
+        if mixed is not None:
+            told = self._reveal(mixed, draft, verification)
+            columns = torch.stack([told.own, told.stale, mixed.kept], dim=-1)
+            self.log.traits.append(mixed.traits[told.is_revealed].cpu())
+            self.log.likelihoods.append(columns[told.is_revealed].cpu())
+
+
+def _confidences(logits: torch.Tensor) -> list[float]:
+    return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()[0].tolist()
+
+
+def fit_mixture(traits: torch.Tensor, likelihoods: torch.Tensor) -> tuple[list[float], dict[str, float]]:
+    """Coefficients of the mixture's weight, and the mean log-likelihood of a revealed token without and with it.
+
+    Args:
+        traits (`torch.Tensor` of shape `(M, NUM_TRAITS)`): Of M revealed slots, see [`traits_of`].
+        likelihoods (`torch.Tensor` of shape `(M, 3)`): Of each slot's token by the drafter and by the rejected row's
+            likeliest tokens, and the mass of these.
+    """
+    traits = traits.double()
+    own, stale, kept = likelihoods.double().unbind(dim=-1)
+    smallest = torch.finfo(torch.float32).tiny
+
+    def gain(coefficients: torch.Tensor) -> torch.Tensor:
+        weights = (traits @ coefficients).sigmoid().clamp(max=LARGEST_WEIGHT) * kept
+        return ((1 - weights) * own + weights * stale).clamp(min=smallest).log()
+
+    coefficients = torch.zeros(traits.shape[1], dtype=torch.float64)
+    coefficients[0] = -3.0  # a weight of 0.05
+    _minimise(coefficients, lambda: RIDGE * coefficients[1:].square().sum() - gain(coefficients).sum())
+    found = {"slots": len(own), "drafter": float(own.clamp(min=smallest).log().mean())}
+    return coefficients.tolist(), {**found, "mixture": float(gain(coefficients).mean())}
+
+
+def fit_calibration(judged: list[tuple[int, float, bool]]) -> tuple[list[list[float]], dict[str, float]]:
+    """A line (intercept, slope) for each group of slots, and how far confidence is off without and with it.
+
+    Args:
+        judged (`list[tuple[int, float, bool]]`): Slot, confidence and whether the draft was accepted.
+    """
+    slots = torch.tensor([min(slot, SLOT_GROUPS - 1) for slot, _, _ in judged])
+    sure = torch.tensor([one for _, one, _ in judged], dtype=torch.float64)
+    sure = sure.clamp(LEAST_CONFIDENCE, 1 - LEAST_CONFIDENCE)
+    accepted = torch.tensor([float(one) for _, _, one in judged], dtype=torch.float64)
+    lines = torch.tensor([[0.0, 1.0]] * SLOT_GROUPS, dtype=torch.float64)
+
+    def predicted() -> torch.Tensor:
+        return (lines[slots, 0] + lines[slots, 1] * sure.logit()).sigmoid()
+
+    def loss() -> torch.Tensor:
+        far = lines - torch.tensor([0.0, 1.0])
+        wrong = torch.nn.functional.binary_cross_entropy(predicted(), accepted, reduction="sum")
+        return wrong + RIDGE * far.square().sum()
+
+    before = float((sure - accepted).mean())
+    _minimise(lines, loss)
+    after = float((predicted() - accepted).mean())
+    return lines.tolist(), {"drafts": len(judged), "too_sure_before": before, "too_sure_after": after}
+
+
+def _minimise(parameters: torch.Tensor, loss: Any) -> None:
+    parameters.requires_grad_(True)
+    optimizer = torch.optim.LBFGS([parameters], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    parameters.requires_grad_(False)
+
+
+def fit(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Console | None = None) -> dict[str, Any]:
+    """`fitted_decisions` of the pair's drafter, and under `found` what they were fitted on.
+
+    Raises:
+        DFlowError: The prompts revealed too little.
+    """
+    fitted: dict[str, Any] = {"calibration": {}}
+    found: dict[str, Any] = {}
+    for kind, mode in MODES.items():
+        log = Log()
+        watched = Contestant(
+            kind, pair.drafter, options={"acceptance_processors": [Recorder(log, is_sampled=mode.temperature > 0)]}
+        )
+        numbered = track(list(enumerate(prompts)), kind, console=console, disable=console is None)
+        for number, prompt in numbered:
+            decode(pair.target, pair.encode(prompt.text), watched, mode, max_new_tokens, number)
+        revealed = sum(len(one) for one in log.traits)
+        if min(len(log.judged), revealed) < FEWEST:
+            raise DFlowError(
+                f"{kind}: {len(log.judged)} drafts were judged and {revealed} fed slots revealed; fitting needs "
+                f"{FEWEST} of both: give more prompts, or a larger --max-new-tokens"
+            )
+        fitted["calibration"][kind], found[f"calibration, {kind}"] = fit_calibration(log.judged)
+        if kind == "greedy":  # a weight for both: what a rejected row knows does not depend on how drafts are chosen
+            fitted["mixture"], found["mixture"] = fit_mixture(torch.cat(log.traits), torch.cat(log.likelihoods))
+            assert len(fitted["mixture"]) == NUM_TRAITS
+    return {"fitted_decisions": fitted, "found": found}
+
+
+def keep(folder: Path, fitted: dict[str, Any]) -> None:
+    """Write `fitted_decisions` into the configuration in `folder`, which is whole at any time."""
+    path = folder / CONFIG
+    text = json.dumps({**own_config(folder), "fitted_decisions": fitted}, indent=2, sort_keys=True)
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def own_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a drafter that this package saved.
+
+    Raises:
+        DFlowError: There is none, or it is of another format.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DFlowError(f"{path} cannot be read ({error}); name the folder of a drafter") from error
+    if not isinstance(config, dict) or config.get("model_type") != "dflow_drafter":
+        raise DFlowError(
+            f"{path} is of another format, which has no place for what is fitted; load the drafter and save it with "
+            "save_pretrained first"
+        )
+    return config

@@ -1,0 +1,171 @@
+"""What `hf-dflow calibrate` fits: right on made-up records, recorded from real decoding, kept in the configuration."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from kit import assert_not_vacuous, dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target
+from typer.testing import CliRunner
+
+from hf_dflow import DFlowDrafter, DFlowGenerationConfig, DrafterConfigError, UnsupportedGenerationError
+from hf_dflow.bench import calibrate
+from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
+from hf_dflow.cli import app
+from hf_dflow.fitted import NUM_TRAITS
+from hf_dflow.generation.mixture import StaleMixture
+from hf_dflow.generation.step_length import LengthPlanner, StepCosts
+
+
+def made_up_slots(generator, count=4000):
+    """Slots whose token the row knows where the second trait is 1, and the drafter where it is 0."""
+    knows = torch.rand(count, generator=generator) < 0.5
+    traits = torch.zeros(count, NUM_TRAITS)
+    traits[:, 0], traits[:, 1] = 1.0, knows
+    right, wrong = 0.7, 0.05
+    own = torch.where(knows, wrong, right)
+    stale = torch.where(knows, right, wrong)
+    return traits, torch.stack([own, stale, torch.ones(count)], dim=-1)
+
+
+def test_the_weight_goes_where_the_row_is_right():
+    """Bug: laws that change places in the likelihood, or a ridge that leaves nothing to learn."""
+    traits, likelihoods = made_up_slots(torch.Generator().manual_seed(0))
+    coefficients, found = calibrate.fit_mixture(traits, likelihoods)
+    weights = (traits[:2] @ torch.tensor(coefficients)).sigmoid()
+    knows = traits[:2, 1].bool()
+    low, high = torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0]), torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0])
+    assert (low @ torch.tensor(coefficients)).sigmoid() < 0.05 < 0.7 < (high @ torch.tensor(coefficients)).sigmoid()
+    assert found["mixture"] > found["drafter"] + 0.5
+    assert len(weights) == len(knows)
+
+
+def test_a_line_undoes_overconfidence():
+    """Bug: slots that share one line, or a slope where an intercept is needed."""
+    generator = torch.Generator().manual_seed(0)
+    judged = []
+    for slot, shift in ((0, 0.0), (1, -1.0), (2, -2.0), (5, -2.0)):
+        for _ in range(3000):
+            sure = float(torch.rand((), generator=generator) * 0.9 + 0.05)
+            truth = torch.sigmoid(torch.logit(torch.tensor(sure)) + shift)
+            judged.append((slot, sure, bool(torch.rand((), generator=generator) < truth)))
+    lines, found = calibrate.fit_calibration(judged)
+    for (intercept, slope), shift in zip(lines, (0.0, -1.0, -2.0), strict=True):
+        assert intercept == pytest.approx(shift, abs=0.15) and slope == pytest.approx(1.0, abs=0.15)
+    assert abs(found["too_sure_after"]) < 0.01 < found["too_sure_before"]
+
+
+def test_the_planner_begins_with_the_line():
+    """Bug: a calibration that is read for another slot, or that what a row learns cannot correct."""
+    lines = [[0.0, 1.0], [-1.0, 1.0], [-2.0, 0.5]]
+    planner = LengthPlanner(StepCosts(0.0, (1.0, 1.1, 1.2, 1.3)), lines)
+    assert planner.acceptance(0, 0.8) == pytest.approx(0.8)
+    assert planner.acceptance(1, 0.5) == pytest.approx(1 / (1 + 2.718281828), abs=1e-6)
+    assert planner.acceptance(7, 0.5) == planner.acceptance(2, 0.5) == pytest.approx(0.1192, abs=1e-3)
+    for _ in range(60):
+        planner.choose([0.8, 0.5, 0.5])
+        planner.learn(3, 0)
+    assert planner.acceptance(0, 0.8) < 0.4
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """The tiny pair's drafter with what was fitted on a few prompts, and what the command said."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    shutil.copytree(TINY_DRAFTER, folder / "drafter")
+    prompts = json.loads(TINY_PROMPTS.read_text())
+    few = {task: texts[:4] for task, texts in prompts.items()}
+    (folder / "few.json").write_text(json.dumps(few))
+    options = ["--target", str(TINY_TARGET), "--prompts", str(folder / "few.json"), "--max-new-tokens", "64"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "FEWEST", 20)
+        done = CliRunner().invoke(app, ["calibrate", str(folder / "drafter"), *options, "--skip", "2"])
+    assert done.exit_code == 0, done.output
+    return folder / "drafter"
+
+
+def test_what_is_kept_is_read_and_used(calibrated, monkeypatch):
+    """Bug: fitted numbers that no call reads, or that change a text."""
+    drafter = DFlowDrafter.from_pretrained(calibrated).double().eval()
+    fitted = drafter.config.fitted_decisions
+    assert fitted["calibration"].keys() == {"greedy", "sampled"}
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = AutoModelForCausalLM.from_pretrained(TINY_TARGET).double().eval()
+    text = next(iter(json.loads(TINY_PROMPTS.read_text()).values()))[-1]
+    encoded = AutoTokenizer.from_pretrained(TINY_TARGET).apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    used, honest = [], StaleMixture._weights
+
+    def weights(self, buckets, traits):
+        used.append(self.coefficients)
+        return honest(self, buckets, traits)
+
+    monkeypatch.setattr(StaleMixture, "_weights", weights)
+    plain = plain_greedy(target, encoded["input_ids"], 40)
+    costs = {"draft": 0.0, "verify": [1.0] * 8}
+    config = DFlowGenerationConfig(
+        do_sample=False, max_new_tokens=40, stale_mixture="learned", adaptive_length=True, step_costs=costs,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    output = target.generate(encoded["input_ids"], generation_config=config, assistant_model=drafter)
+    assert torch.equal(output.sequences, plain)
+    assert_not_vacuous(output.statistics)
+    assert used and all(torch.allclose(one, torch.tensor(fitted["mixture"])) for one in used)
+    first, expected = output.statistics.predictions[0][0], fitted["calibration"]["greedy"][0]
+    assert 0 < first < 1 and expected != [0.0, 1.0]
+
+
+def test_recording_changes_no_draft():
+    """Bug: a record of what other drafts would have done."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, 6)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(drafter.relay.down_proj.weight, std=0.3)
+    log = calibrate.Log()
+    config = DFlowGenerationConfig(
+        do_sample=False, max_new_tokens=30, return_dict_in_generate=True,
+        acceptance_processors=[calibrate.Recorder(log, is_sampled=False)],
+    )  # fmt: skip
+    watched = target.generate(prompt_of(5), generation_config=config, assistant_model=drafter).statistics
+    alone = dflow_greedy(target, drafter, prompt_of(5), max_new_tokens=30).statistics
+    assert watched.per_step_accepted == alone.per_step_accepted
+    assert len(log.judged) == sum(
+        min(drafted, accepted + 1)
+        for drafted, accepted in zip(watched.per_step_drafted, watched.per_step_accepted, strict=True)
+    )
+    assert sum(len(one) for one in log.traits) > 10
+
+
+def test_what_cannot_be_is_refused(calibrated, tmp_path):
+    """Bug: minutes of decoding before a wrong folder is noticed, or damaged numbers that are read as none."""
+    target = tiny_target()
+    for wrong in (
+        {"mixture": [1.0]},
+        {"calibration": {"greedy": [[0.0, 1.0]]}},
+        {"mixture": [float("nan")] * 8},
+        3,
+        {"a": 1},
+    ):
+        with pytest.raises(DrafterConfigError, match="fitted_decisions"):
+            tiny_drafter(target, 6, fitted_decisions=wrong)
+    with pytest.raises(UnsupportedGenerationError, match="hf-dflow calibrate"):
+        target.generate(
+            prompt_of(3),
+            generation_config=DFlowGenerationConfig(max_new_tokens=4, stale_mixture="learned"),
+            assistant_model=tiny_drafter(target, 6),
+        )
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    for folder in (tmp_path, tmp_path / "nothing"):
+        done = CliRunner().invoke(app, ["calibrate", str(folder)])
+        assert done.exit_code != 0 and "config.json" in done.output
+    few = tmp_path / "few.json"
+    few.write_text('{"task": ["one prompt"]}')
+    options = ["--target", str(TINY_TARGET), "--prompts", str(few)]
+    before = (calibrated / "config.json").read_text()
+    done = CliRunner().invoke(app, ["calibrate", str(calibrated), *options, "--skip", "1"])
+    assert done.exit_code != 0 and "--skip" in done.output
+    done = CliRunner().invoke(app, ["calibrate", str(calibrated), *options, "--max-new-tokens", "4"])
+    assert done.exit_code != 0 and "give more prompts" in done.output
+    assert (calibrated / "config.json").read_text() == before
