@@ -73,6 +73,16 @@ def test_calibration_by_hand():
     assert decisions.calibration([answer()], "x") is None
 
 
+def test_the_error_that_chance_shows():
+    """Bug: an error by chance that does not shrink with more drafts, or that counts wrong predictions as chance."""
+    few, many = ([(0.7, index % 10 < 7) for index in range(count)] for count in (20, 2000))
+    found = [decisions.calibration([answer(predictions=told)], "x") for told in (few, many)]
+    assert all(one["expected_calibration_error"] == pytest.approx(0.0, abs=1e-9) for one in found)
+    assert 0.05 < found[0]["error_by_chance"] < 0.12 and found[1]["error_by_chance"] < 0.012
+    wrong = decisions.calibration([answer(predictions=[(0.7, index % 10 < 2) for index in range(2000)])], "x")
+    assert wrong["expected_calibration_error"] == pytest.approx(0.5) and wrong["error_by_chance"] < 0.012
+
+
 def test_modelled_seconds_by_hand():
     """Bug: a step's draft or the forwards without drafts left out of the price."""
     one = answer(
@@ -81,6 +91,37 @@ def test_modelled_seconds_by_hand():
     )  # fmt: skip
     costs = StepCosts(0.5, (1.0, 2.0, 4.0))
     assert decisions.modelled_seconds([one], "x", costs) == pytest.approx((3 * 0.5 + 4.0 + 2.0 + 2 * 1.0) / 7)
+
+
+def test_switches_alone_and_together(tmp_path):
+    """Bug: trees asked to sample, a plan without the target alone, a tree's nodes left out of the price."""
+    done, record = run(tmp_path, "together", "--temperature", "0", "--temperature", "1", "--verification", "block")
+    assert done.exit_code == 0, done.output
+    chains = ["none", "mixture", "length", "mixture, length"]
+    greedy, sampled = record["modes"]["T=0"], record["modes"]["T=1, block verification"]
+    assert list(greedy["all"]["contestants"]) == [*chains, "tree", "mixture, tree"]
+    assert list(sampled["all"]["contestants"]) == chains
+    assert "speed_up" in greedy["all"]["contestants"]["tree"]
+    assert greedy["modelled_seconds_per_token"]["by_task"]["all"].keys() == greedy["all"]["contestants"].keys()
+    assert len(record["conditions"]["step_costs"]["verify"]) == 65
+    assert (
+        greedy["all"]["contestants"]["mixture"]["tokens_per_step"]
+        != greedy["all"]["contestants"]["none"]["tokens_per_step"]
+    )
+
+
+def test_calibration_judges_every_draft(tmp_path):
+    """Bug: a curve of the drafts alone that were thought likely, or no picture."""
+    done, record = run(tmp_path, "calibration", "--plot", str(tmp_path / "curve.png"))
+    assert done.exit_code == 0, done.output
+    groups = record["modes"]["T=0"]
+    found = groups["all"]["contestants"]["adaptive"]
+    assert groups["calibration"]["drafts"] > found["num_spec_steps"]
+    lowest = groups["calibration"]["bins"][0]
+    assert lowest["predicted"] < 0.3 and sum(one["drafts"] for one in groups["calibration"]["bins"]) > 30
+    assert (tmp_path / "curve.png").stat().st_size > 5000
+    done, _ = run(tmp_path, "tree", "--plot", str(tmp_path / "curve.png"))
+    assert done.exit_code != 0
 
 
 def test_what_does_not_exist_is_refused_at_once(tmp_path):

@@ -105,8 +105,8 @@ class Contestant:
 
     def can_decode(self, mode: Mode) -> bool:
         """transformers' assisted generation verifies token by token; its DFlash loop, sampled, fails in some
-        releases."""
-        if self.is_their_loop and mode.temperature:
+        releases. Trees are greedy."""
+        if (self.is_their_loop or self.options.get("tree_budget")) and mode.temperature:
             return False
         return not (self.is_transformers and mode.verification == "block")
 
