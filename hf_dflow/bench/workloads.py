@@ -188,3 +188,28 @@ def select(prompts: Sequence[Prompt], tasks: Sequence[str], per_task: int | None
         if (not tasks or prompt.task in tasks) and (per_task is None or taken[prompt.task] <= per_task):
             chosen.append(prompt)
     return tasks_in_turn(chosen)
+
+
+def workload(
+    *,
+    files: Sequence[str | Path] = (),
+    jsonl: Sequence[str | Path] = (),
+    dataset: str | None = None,
+    human_eval: int = 0,
+    otherwise: str | Path | None = None,
+    tasks: Sequence[str] = (),
+    per_task: int | None = None,
+) -> list[Prompt]:
+    """What a command was asked to measure on, from all its options.
+
+    Args:
+        otherwise (`Path`, *optional*): Prompts where nothing is named; the bundled ones by default.
+
+    Raises:
+        DFlowError: One of them cannot be read, or a task has no prompts.
+    """
+    own = [prompt for path in jsonl for prompt in jsonl_prompts(path)] + (dataset_prompts(dataset) if dataset else [])
+    if not (files or human_eval or own) and otherwise is not None:
+        files = [otherwise]
+    named = [] if own and not (files or human_eval) else chosen_prompts(files=files, human_eval=human_eval)
+    return select(list(dict.fromkeys([*named, *own])), tasks, per_task)
