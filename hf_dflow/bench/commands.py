@@ -166,7 +166,8 @@ def run(
         pair,
         suite.contestants_of(pair, names, small),
         modes_of(temperature or [0.0], verification or ["token"]),
-        measured_on,
+        measured_on.prompts,
+        workload=measured_on.source,
         output_tokens=output_tokens,
         concurrency=concurrency,
         repeats=repeats,
@@ -218,7 +219,8 @@ def endpoint(
         stall_seconds=stall_seconds,
         request_seconds=request_seconds,
     )
-    record = report.measure(settings, measured_on)
+    record = report.measure(settings, measured_on.prompts)
+    record["conditions"]["workload"] = measured_on.source
     report.show(record, report_console())
     write_json(json_path, record)
     raise typer.Exit(0 if set(record["all"]["outcomes"]) == {bench.OK} else 1)
@@ -268,7 +270,8 @@ def sweep(
     console = report_console()
     record = bench.sweep(
         load_pair(target, drafter, kind, device, thinking),
-        measured_on,
+        measured_on.prompts,
+        workload=measured_on.source,
         block_sizes=sizes,
         verifications=[rule.strip() for rule in verification.split(",")],
         temperatures=temperatures,

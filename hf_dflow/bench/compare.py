@@ -129,6 +129,8 @@ def _of_run(record: Mapping[str, Any], source: str) -> list[Entry]:
 
 def _of_endpoint(record: Mapping[str, Any], source: str) -> list[Entry]:
     (temperature,) = temperatures_of(record)
+    said = record["conditions"]
+    name = " ".join(["endpoint", said["target"], *([f"({said['server']})"] if said.get("server") else [])])
     counted = record["acceptance"] or {}
     made = []
     for task, found in {**record["by_task"], "all": record["all"]}.items():
@@ -136,7 +138,7 @@ def _of_endpoint(record: Mapping[str, Any], source: str) -> list[Entry]:
         made.append(
             Entry(
                 source,
-                f"endpoint {record['conditions']['target']}",
+                name,
                 temperature,
                 task,
                 # Tasks share the lanes, so a task's tokens over the whole time would be no rate of its own.

@@ -122,7 +122,7 @@ def warm_up(target: Any, inputs: dict, plan: Plan) -> NotRun:
             if one.name in not_run[mode.name]:
                 continue
             try:
-                decode_rows(target, inputs, one, mode, WARM_UP_TOKENS)
+                decode_rows(target, inputs, one, mode, min(WARM_UP_TOKENS, plan.max_new_tokens))
             except Exception as error:
                 # Another project's loop may fail in some of its releases, and ours is measured all the same.
                 if not one.is_transformers:

@@ -21,6 +21,7 @@ PEAK = "peak of the process's resident set (VmHWM), above the resident set befor
 SAMPLED = (
     f"resident set of the process every {1e3 * SAMPLE_SECONDS:g} ms, above that before the call: short peaks missed"
 )
+NOT_ASKED = "not measured: not asked for"
 NOT_MEASURED = "not measured: this system does not tell a process its resident set"
 
 

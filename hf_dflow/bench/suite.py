@@ -11,7 +11,7 @@ from rich.progress import track
 from hf_dflow.bench import latency
 from hf_dflow.bench.conditions import prompts_digest
 from hf_dflow.bench.evaluation import PLAIN, Answer, Plan, answer_all, as_record, batches_of, warm_up
-from hf_dflow.bench.peak_memory import NOT_MEASURED, peak_of, weight_bytes
+from hf_dflow.bench.peak_memory import NOT_ASKED, peak_of, weight_bytes
 from hf_dflow.bench.report import pooled, run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, decode_rows
 from hf_dflow.bench.workloads import Prompt
@@ -62,6 +62,8 @@ def run(
     minutes: float | None = None,
     console: Console | None = None,
     baseline: str = BASELINE,
+    workload: str = "prompts of the caller",
+    with_memory: bool = True,
 ) -> dict[str, Any]:
     """Measure, interleaved: a prompt goes through every strategy before the next; who begins changes from turn to turn.
 
@@ -71,6 +73,8 @@ def run(
         repeats (`int`, *optional*, defaults to 1): Turns over all prompts, for times. Counts are those of the first.
         minutes (`float`, *optional*): No prompt is begun after so long; what was left out is said.
         baseline (`str`, *optional*): The contestant that the others are compared with.
+        workload (`str`, *optional*): Where the prompts are from, in words.
+        with_memory (`bool`, *optional*, defaults to `True`): One more call of each strategy and mode, for its peak.
 
     Returns:
         `dict`: For JSON: `modes` (counts as `evaluation.as_record`, beside them `latency`, `peak_memory` and
@@ -86,7 +90,7 @@ def run(
     calls = batches_of(prompts, concurrency) if concurrency > 1 else [(prompt,) for prompt in prompts]
     widest = pair.encode_batch([prompt.text for prompt in max(calls, key=_length)])
     not_run = warm_up(pair.target, widest, plan)
-    memory = {mode.name: peak_memory(pair, plan, mode, widest, not_run[mode.name]) for mode in modes}
+    memory = {mode.name: peak_memory(pair, plan, mode, widest, not_run[mode.name]) for mode in modes if with_memory}
     answers: list[Answer] = []
     counted: dict[tuple, Answer] = {}
     for repeat in range(repeats):
@@ -100,7 +104,7 @@ def run(
             counted.setdefault((answer.prompt.task, answer.prompt.digest, answer.mode.name, answer.seed), answer)
     record = as_record(list(counted.values()), baseline)
     for name, found in record["modes"].items():
-        found["not_run"], found["peak_memory"] = not_run[name], memory[name]
+        found["not_run"], found["peak_memory"] = not_run[name], memory.get(name, {})
         group = [answer for answer in answers if answer.mode.name == name]
         found["latency"] = latency.of_answers(group)
         tasks = dict.fromkeys(answer.prompt.task for answer in group)
@@ -114,6 +118,7 @@ def run(
     used = list(dict.fromkeys(answer.prompt for answer in counted.values()))
     record["conditions"] = conditions_of(pair, modes, used, output_tokens=output_tokens, concurrency=concurrency)
     record["conditions"] |= {
+        "workload": workload,
         "repeats": repeats,
         "prompts": len(used),
         "prompts_left_out": len(set(prompts)) - len(used),
@@ -124,7 +129,7 @@ def run(
             if concurrency == 1
             else f", of times over batches; a request takes as long as its batch of {concurrency}"
         ),
-        "peak_memory": next((one["how"] for one in memory[modes[0].name].values()), NOT_MEASURED),
+        "peak_memory": next((one["how"] for found in memory.values() for one in found.values()), NOT_ASKED),
     }
     record["notes"] = notes(list(counted.values()))
     return record

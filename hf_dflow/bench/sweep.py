@@ -85,6 +85,7 @@ def sweep(
     concurrencies: Sequence[int] = (1,),
     repeats: int = 1,
     console: Console | None = None,
+    workload: str = "prompts of the caller",
 ) -> dict[str, Any]:
     """Measure every combination; all block sizes of a condition by turns on each prompt, plain decoding among them.
 
@@ -101,16 +102,17 @@ def sweep(
     contestants = [Contestant(f"block {size}", pair.drafter, num_draft_tokens=size - 1) for size in sizes]
     points: list[Point] = []
     conditions = []
-    combinations = itertools.product(*(dict.fromkeys(one) for one in (temperatures, output_tokens, concurrencies)))
-    for temperature, length, concurrency in combinations:
+    loads = list(itertools.product(dict.fromkeys(output_tokens), dict.fromkeys(concurrencies)))
+    for temperature in dict.fromkeys(temperatures):
         modes = modes_of([temperature], verifications)
-        record = suite.run(
-            pair, contestants, modes, prompts, output_tokens=length, concurrency=concurrency, repeats=repeats,
-            console=console, baseline=contestants[0].name,
-        )  # fmt: skip
-        conditions.append(record["conditions"])
-        for mode in modes:
-            points += _points(record["modes"][mode.name], mode, length, concurrency, sizes)
+        for length, concurrency in loads:
+            record = suite.run(
+                pair, contestants, modes, prompts, output_tokens=length, concurrency=concurrency, repeats=repeats,
+                console=console, baseline=contestants[0].name, workload=workload, with_memory=False,
+            )  # fmt: skip
+            conditions.append(record["conditions"])
+            for mode in modes:
+                points += _points(record["modes"][mode.name], mode, length, concurrency, sizes)
     return {
         "points": [_as_record(point) for point in points],
         "best": best(points),

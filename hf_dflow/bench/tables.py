@@ -66,7 +66,7 @@ def _parts(widths: Sequence[int], num_keys: int, room: int) -> list[list[int]] |
 
 
 def _table_width(widths: Sequence[int]) -> int:
-    return sum(width + 2 for width in widths) + 2  # a space on both sides of a cell, and the frame's own
+    return sum(width + 3 for width in widths) + 1  # a space on both sides of a cell, and the frame between and around
 
 
 def _print_lines(

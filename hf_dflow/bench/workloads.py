@@ -190,6 +190,18 @@ def select(prompts: Sequence[Prompt], tasks: Sequence[str], per_task: int | None
     return tasks_in_turn(chosen)
 
 
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and in words where they are from, which every record says.
+
+    Args:
+        source (`str`): Files by their names without folders.
+    """
+
+    prompts: list[Prompt]
+    source: str
+
+
 def workload(
     *,
     files: Sequence[str | Path] = (),
@@ -199,7 +211,7 @@ def workload(
     otherwise: str | Path | None = None,
     tasks: Sequence[str] = (),
     per_task: int | None = None,
-) -> list[Prompt]:
+) -> Workload:
     """What a command was asked to measure on, from all its options.
 
     Args:
@@ -212,4 +224,9 @@ def workload(
     if not (files or human_eval or own) and otherwise is not None:
         files = [otherwise]
     named = [] if own and not (files or human_eval) else chosen_prompts(files=files, human_eval=human_eval)
-    return select(list(dict.fromkeys([*named, *own])), tasks, per_task)
+    told = [Path(path).name for path in (*files, *jsonl)]
+    told += [f"{human_eval} of HumanEval"] * bool(human_eval)
+    told += [Path(dataset).name if dataset.startswith(("/", ".", "~")) else dataset] if dataset else []
+    told = [", ".join(told) or "the bundled prompts"]
+    told += [f"tasks: {', '.join(tasks)}"] * bool(tasks) + [f"{per_task} of each task at most"] * bool(per_task)
+    return Workload(select(list(dict.fromkeys([*named, *own])), tasks, per_task), "; ".join(told))
