@@ -46,7 +46,7 @@ def measured():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "decode_rows", noted)
         prompts = select(read_prompts(TINY_PROMPTS), [], 1)[:2]
-        record = suite.run(pair, contestants, MODES, prompts, output_tokens=24, repeats=2)
+        record = suite.run(pair, contestants, MODES, prompts, output_tokens=16, repeats=2)
     return record, order, warmed
 
 
