@@ -131,6 +131,7 @@ def test_all_of_it_is_printed(measured):
     ):
         assert form.format(counts[key]) in line
     assert "speculation is not helping with prompt_lookup" in text
+    assert "Greedy texts equal to the target's own, of 2: " in text and "dflow 2" in text
 
 
 def made_answer(text, seconds, *, plain=1.0, accepted=2):

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from hf_dflow.bench.evaluation import is_identical
 from hf_dflow.bench.tables import print_table
 from hf_dflow.errors import DFlowError
 
@@ -38,6 +39,11 @@ def show(record: dict[str, Any], console: Console) -> None:
             print_table(console, f"{mode}: peak memory of a call", ("strategy",), MEMORY, rows)
         for name, reason in left_out.items():
             console.print(Text(f"{mode}: {name} was not run: {reason}", style="yellow"))
+    same = record["identity"]
+    if same["compared_with_plain"]:
+        texts = ", ".join(f"{name} {count}" for name, count in same["identical_to_plain"].items())
+        text = f"Greedy texts equal to the target's own, of {same['compared_with_plain']}: {texts}"
+        console.print(Text(text, style="" if is_identical(record) else "red"))
     said = ", ".join(f"{key}: {value}" for key, value in record["conditions"].items())
     console.print(said, markup=False, highlight=False)
     console.print("tokens/step counts the bonus, accepted drafts (the mean accepted length) does not.")
