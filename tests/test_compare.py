@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from openai_server import serving
 from typer.testing import CliRunner
 
 from hf_dflow.bench import compare
@@ -139,3 +140,24 @@ def test_batches_and_memory_stand_in_the_report():
     record["modes"]["T=0"]["peak_memory"] = {"plain": {"weight_bytes": 1234567, "call_bytes": 89, "how": "so"}}
     text = render(Evidence(runs=[record]), with_plots=False)
     assert "takes &lt;one&gt; sequence" in text and "<td>1,234,567</td><td>89</td>" in text
+
+
+def test_a_run_and_a_load_that_were_really_measured(tmp_path):
+    """Bug: two commands that call the same condition by different names, so that their records never meet."""
+    prompts, here, there = (tmp_path / name for name in ("own.jsonl", "here.json", "there.json"))
+    prompts.write_text('{"prompt": "ok 1", "task": "chat"}\n{"prompt": "ok 2", "task": "chat"}\n')
+    load = ["--jsonl", str(prompts), "--output-tokens", "4", "--concurrency", "2"]
+    measured = CliRunner().invoke(
+        app, ["bench", "run", "--tiny", "--strategy", "dflash", *load, "--json", str(here), "--dtype", "float64"]
+    )
+    assert measured.exit_code == 0, measured.output
+    with serving() as server:
+        options = ["--endpoint", server.url, "--model", "tiny", *load, "--json", str(there)]
+        loaded = CliRunner().invoke(app, ["bench", "endpoint", *options])
+    assert loaded.exit_code == 0, loaded.output
+    result = CliRunner().invoke(app, ["bench", "report", str(here), str(there), "--allow-open"])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines() if line.strip().startswith("T=0 ") or " all " in line]
+    assert {"here", "there"} <= {word for row in rows for word in row}
+    for record in (here, there):
+        assert json.loads(record.read_text())["conditions"]["workload"] == "own.jsonl"
