@@ -23,6 +23,7 @@ from hf_dflow.bench.options import (
     ThreadsOption,
     TinyOption,
 )
+from hf_dflow.bench.tables import report_console
 from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub_commands import errors_in_words
@@ -120,7 +121,7 @@ def probe(
         target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
         workload = read_prompts(prompts or own_prompts or HELD_OUT)
         record = bench.probe_prompts(load_pair(target, drafter), workload, max_new_tokens)
-        bench.show(record, Console())
+        bench.show(record, report_console())
         if json_path is not None:
             json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 # What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.bench.tables import print_table, report_console
 from hf_dflow.errors import DFlowError
 
 
@@ -21,11 +20,12 @@ def drafters(
 
     if target is not None:
         drafter_for(target)  # says what is near where there is none
-    table = Table("drafter", "target", "block", "format", "licence", "mode")
+    rows = []
     for row in TABLE if target is None else drafters_for(target):
         block, unknown = str(row.block_size or "?"), "see its page"
-        table.add_row(row.name, row.target, block, row.format, row.licence or unknown, row.chat_mode or "?")
-    Console().print(table)
+        rows.append([row.name, row.target, block, row.format, row.licence or unknown, row.chat_mode or "?"])
+    measures = ("target", "block", "format", "licence", "mode")
+    print_table(report_console(), "published drafters", ("drafter",), measures, rows)
 
 
 def export(

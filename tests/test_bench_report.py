@@ -115,11 +115,17 @@ def test_command(tmp_path):
     """Bug: open items that end with 0, or records of different conditions in one report."""
     for name, record in (("a", RUN), ("b", run_with(dtype="bfloat16")), ("plan", PLAN)):
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    out = str(tmp_path / "report.html")
-    options = [out, "--run", str(tmp_path / "a.json"), "--plan", str(tmp_path / "plan.json")]
+    out = tmp_path / "report.html"
+    options = [str(tmp_path / "a.json"), str(tmp_path / "plan.json"), "--html", str(out)]
     result = CliRunner().invoke(app, ["bench", "report", *options])
     assert result.exit_code == 1, result.output
     assert "[x] memory counted" in result.output and "[ ] canary" in result.output
+    assert "Rollout checklist" in out.read_text(encoding="utf-8")
     assert CliRunner().invoke(app, ["bench", "report", *options, "--allow-open"]).exit_code == 0
-    mixed = CliRunner().invoke(app, ["bench", "report", *options, "--run", str(tmp_path / "b.json")])
+    mixed = CliRunner().invoke(app, ["bench", "report", *options, str(tmp_path / "b.json")])
     assert mixed.exit_code == 2 and "different conditions" in mixed.output and "bfloat16" in mixed.output
+    (tmp_path / "other.json").write_text('{"figures": 1}')
+    (tmp_path / "none.json").write_text("figures")
+    for wrong, said in (("other", "no record of bench run"), ("none", "no JSON record")):
+        refused = CliRunner().invoke(app, ["bench", "report", str(tmp_path / f"{wrong}.json")])
+        assert refused.exit_code == 2 and said in refused.output

@@ -1,20 +1,23 @@
 """`hf-dflow bench run`: all strategies by turns, figures that are right, and conditions that cannot be mixed."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from kit import HostileDrafter, OracleDrafter, prompt_of, scripted, tiny_target
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_dflow import AcceptanceStatistics
-from hf_dflow.bench import evaluation, suite
+from hf_dflow.bench import evaluation, run_view, suite
 from hf_dflow.bench.conditions import MUST_AGREE, differences, refuse_unequal
 from hf_dflow.bench.evaluation import Answer
 from hf_dflow.bench.latency import Timed, of_answers, summarise
 from hf_dflow.bench.readme_table import BLOCK, as_markdown, render
 from hf_dflow.bench.runners import Contestant, Mode, Run, decode, load_pair
+from hf_dflow.bench.tables import UNBOUNDED
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import Prompt, jsonl_prompts, read_prompts, select
 from hf_dflow.cli import app
@@ -31,23 +34,25 @@ def measured():
     pair = load_pair(TINY_TARGET, TINY_DRAFTER)
     assistant = new_draft_model(pair.target, 1).eval()
     contestants = suite.contestants_of(pair, suite.STRATEGIES, assistant)
-    order, honest = [], evaluation.decode
+    order, warmed, honest = [], [], evaluation.decode_rows
 
     def noted(target, inputs, contestant, mode, max_new_tokens, *seed):
-        if max_new_tokens > 4:  # no warm-up
+        if max_new_tokens > evaluation.WARM_UP_TOKENS:
             order.append((mode.name, contestant.name))
+        elif not order:
+            warmed.append((mode.name, contestant.name))
         return honest(target, inputs, contestant, mode, max_new_tokens, *seed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "decode", noted)
+        patch.setattr(evaluation, "decode_rows", noted)
         prompts = select(read_prompts(TINY_PROMPTS), [], 1)[:2]
-        record = suite.run(pair, contestants, MODES, prompts, output_tokens=24, repeats=2)
-    return record, order
+        record = suite.run(pair, contestants, MODES, prompts, output_tokens=16, repeats=2)
+    return record, order, warmed
 
 
 def test_every_strategy_writes_the_targets_text(measured):
     """Bug: a strategy that is measured on another text, or one that quietly decodes plainly."""
-    record, _ = measured
+    record, *_ = measured
     identity = record["identity"]
     assert identity["compared_with_plain"] == 2
     assert identity["identical_to_plain"] == dict.fromkeys(suite.STRATEGIES, 2)
@@ -61,12 +66,15 @@ def test_every_strategy_writes_the_targets_text(measured):
     assert times["plain"]["target_forwards_per_token"] == 1.0
     assert times["dflow"]["target_forwards_per_token"] < 0.5
     sampled = record["modes"]["T=1, token verification"]["all"]["contestants"]
-    assert set(sampled) == set(suite.STRATEGIES) - {"transformers_dflash"}
+    failing = record["modes"]["T=1, token verification"]["not_run"]  # in some releases of transformers
+    assert set(sampled) == set(suite.STRATEGIES) - set(failing) and set(failing) <= {"transformers_dflash"}
+    assert failing or sampled["transformers_dflash"]["tokens_per_step"]["value"] > 1.5
 
 
 def test_strategies_take_turns(measured):
     """Bug: one strategy after the other, so that a busy minute is blamed on one of them."""
-    _, order = measured
+    _, order, warmed = measured
+    assert set(order) <= set(warmed)  # everybody had a call that does not count
     greedy = [name for mode, name in order if mode == "T=0"]
     turn = len(suite.STRATEGIES) + 1
     turns = [greedy[i : i + turn] for i in range(0, len(greedy), turn)]
@@ -76,7 +84,7 @@ def test_strategies_take_turns(measured):
 
 def test_repeats_are_for_times_alone(measured):
     """Bug: counts of a prompt that was decoded twice weigh twice, or times of the first turn only."""
-    record, _ = measured
+    record, *_ = measured
     assert record["modes"]["T=0"]["all"]["prompts"] == 2
     assert len([row for row in record["rows"] if row["mode"] == "T=0"]) == 2
     assert record["modes"]["T=0"]["latency"]["dflow"]["requests"] == 4
@@ -102,6 +110,28 @@ def test_results_of_other_conditions_are_not_compared(measured):
         refuse_unequal([record, other], ["a", "b"], except_for=[key])
     silent = {key: value for key, value in record["conditions"].items() if key != "dtype"}
     assert set(differences(silent, silent)) == {"dtype"}  # what nobody stated is not known to agree
+
+
+def test_all_of_it_is_printed(measured):
+    """H2, H4: one convention of the two, a note that is only in the JSON, or a table without its conditions."""
+    out = io.StringIO()
+    run_view.show(measured[0], Console(file=out, width=UNBOUNDED))
+    text = out.getvalue()
+    for words in ("tokens/step counts the bonus, accepted drafts (the mean accepted length) does not", "peak memory"):
+        assert words in text
+    said = measured[0]["conditions"]
+    for key in (*MUST_AGREE, "workload"):
+        assert f"{key}: {said[key]}" in text, key
+    counts = measured[0]["modes"]["T=0"]["all"]["contestants"]["dflow"]
+    line = next(line for line in text.splitlines() if line.split()[:2] == ["all", "dflow"])
+    for form, key in (
+        ("{:.2f}", "mean_accepted_length"),
+        ("{:.1%}", "wasted_ratio"),
+        ("{:.2f}", "accepted_length_std"),
+    ):
+        assert form.format(counts[key]) in line
+    assert "speculation is not helping with prompt_lookup" in text
+    assert "Greedy texts equal to the target's own, of 2: " in text and "dflow 2" in text
 
 
 def made_answer(text, seconds, *, plain=1.0, accepted=2):

@@ -3,6 +3,7 @@
 import copy
 import logging
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -198,6 +199,17 @@ def test_pauses_by_hand():
     for _ in range(SMALL.probe_steps + SMALL.window):
         route.end_step([3], [3])
     assert next_pause() == 4
+
+
+def test_the_readme_states_the_defaults():
+    """Bug: a promise of so many steps that the settings no longer keep."""
+    usual = MonitorSettings()
+    readme = " ".join((Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8").split())
+    pauses = [usual.first_pause * 2**trial for trial in range(4)]
+    assert pauses[-1] == usual.longest_pause
+    assert f"over its last {usual.window} steps" in readme
+    assert f"after {pauses[0]} steps, then {', '.join(map(str, pauses[1:]))}, it tries {usual.probe_steps}" in readme
+    assert f"turned good drafts again after {usual.steps_until_back} steps at most" in readme
 
 
 def test_routes_and_copies():

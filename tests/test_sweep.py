@@ -1,15 +1,18 @@
-"""`hf-dflow bench sweep`: the fastest setting wins, by condition and task, and a drafter that never pays is said to."""
+"""`hf-dflow bench sweep`: the fastest setting wins, by condition and task, and is written where it pays."""
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
+from hf_dflow import DFlowGenerationConfig
+from hf_dflow.bench import sweep as bench
 from hf_dflow.bench.sweep import Point, Setting, best
 from hf_dflow.cli import app
 
 
-def point(task, size, rate, *, temperature=0.0, rule=None, plain=10.0, length=64):
-    return Point(task, temperature, length, Setting(size, rule), rate, plain, 2.0)
+def point(task, size, rate, *, temperature=0.0, rule=None, plain=10.0, length=64, concurrency=1):
+    return Point(task, temperature, length, concurrency, Setting(size, rule), rate, plain, 2.0)
 
 
 def test_the_fastest_setting_of_each_task():
@@ -19,28 +22,79 @@ def test_the_fastest_setting_of_each_task():
         point("chat", 4, 9.0, temperature=1.0, rule="block"),
         point("chat", 8, 8.0, temperature=1.0, rule="token"),
     ]
-    points += [point("chat", 8, 30.0, length=256)]
-    found = {(one["task"], one["temperature"], one["output_tokens"]): one for one in best(points)}
-    assert len(found) == 4
-    assert found["chat", 0.0, 64]["generation_defaults"] == {"num_draft_tokens": 1}
-    assert found["code", 0.0, 64]["generation_defaults"] == {"num_draft_tokens": 7}
-    assert found["code", 0.0, 64]["speed_up"] == 2.0 and found["code", 0.0, 64]["use_drafter"]
-    sampled = found["chat", 1.0, 64]
+    points += [point("chat", 8, 30.0, length=256), point("chat", 4, 40.0, plain=50.0, concurrency=8)]
+    found = {(one["task"], one["temperature"], one["output_tokens"], one["concurrency"]): one for one in best(points)}
+    assert len(found) == 5
+    assert found["chat", 0.0, 64, 1]["generation_defaults"] == {"num_draft_tokens": 1}
+    assert found["code", 0.0, 64, 1]["generation_defaults"] == {"num_draft_tokens": 7}
+    assert found["code", 0.0, 64, 1]["speed_up"] == 2.0 and found["code", 0.0, 64, 1]["use_drafter"]
+    sampled = found["chat", 1.0, 64, 1]
     assert sampled["generation_defaults"] == {"num_draft_tokens": 3, "verification": "block"}
     assert not sampled["use_drafter"]  # 9 tokens a second against 10
-    assert found["chat", 0.0, 256]["generation_defaults"] == {"num_draft_tokens": 7}
+    assert found["chat", 0.0, 256, 1]["generation_defaults"] == {"num_draft_tokens": 7}
+    assert not found["chat", 0.0, 64, 8]["use_drafter"]  # a full batch needs no drafter
 
 
-def test_command(tmp_path):
-    """Bug: a block size that does not reach the loop, so that all of them measure the same."""
-    out = tmp_path / "sweep.json"
-    options = ["--tiny", "--block-size", "2,8", "--output-tokens", "16", "--per-task", "1"]
-    result = CliRunner().invoke(app, ["bench", "sweep", str(out), *options])
+def test_defaults_are_files_that_generate_takes(tmp_path):
+    """Bug: defaults that nothing can load, a losing drafter switched on, or those of an older sweep left there."""
+    points = [point("Mail & chat", 4, 20.0, temperature=0.7, rule="token"), point("code", 8, 9.0)]
+    record = {"points": [], "best": best(points), "left_out": {}, "conditions": []}
+    stale = tmp_path / bench.file_name(record["best"][1])
+    stale.write_text("{}")
+    (path,) = bench.write(record, tmp_path)
+    assert not stale.exists() and json.loads((tmp_path / bench.RECORD).read_text())["files"] == [path.name]
+    config = DFlowGenerationConfig.from_pretrained(tmp_path, path.name)
+    assert config.speculation_type == "dflow" and config.num_draft_tokens == 3 and config.verification == "token"
+    assert config.do_sample is True and config.temperature == 0.7 and config.top_k == 0
+    assert path.name == "mail-chat-t0.7-64-tokens-1-at-a-time.json"
+
+
+def test_the_command_line_of_a_whole_sweep(tmp_path, monkeypatch):
+    """Bug: a list that does not reach the loop, a block size that ends the sweep, or defaults that are not written."""
+    options = "--block-size 2,4,8,16 --verification token,block --temperature 0,1 --output-tokens 2,9"
+    options += " --concurrency 1,2 --tiny --per-task 1"
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "sweep", *options.split(), "--task", "unknown to the drafter"])
     assert result.exit_code == 0, result.output
-    record = json.loads(out.read_text())
-    steps = {one["setting"]["block_size"]: one["tokens_per_step"] for one in record["points"] if one["task"] == "all"}
-    assert 1.0 <= steps[2] <= 2.0 < steps[8]
-    assert {one["task"] for one in record["best"]} >= {"all", "unknown to the drafter"}
-    assert record["best"][0]["generation_defaults"]["num_draft_tokens"] in (1, 7)
-    refused = CliRunner().invoke(app, ["bench", "sweep", str(out), "--tiny", "--block-size", "16"])
-    assert refused.exit_code == 2 and "2 … 8" in refused.output
+    record = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    measured = {
+        (one["temperature"], one["setting"]["verification"], one["output_tokens"], one["concurrency"],
+         one["setting"]["block_size"])
+        for one in record["points"]
+    }  # fmt: skip
+    rules = [(0.0, None), (1.0, "token"), (1.0, "block")]
+    assert measured == {(*rule, n, c, size) for rule in rules for n in (2, 9) for c in (1, 2) for size in (2, 4, 8)}
+    assert record["left_out"] == {"16": "this drafter drafts blocks of 8 at most"}
+    assert "block 16 not run" in result.output and "block 16 was not run: this drafter drafts" in result.output
+    assert {one["task"] for one in record["best"]} == {"all", "unknown to the drafter"}
+    steps = {
+        one["setting"]["block_size"]: one["tokens_per_step"]
+        for one in record["points"]
+        if (one["output_tokens"], one["temperature"], one["concurrency"]) == (9, 0.0, 2)
+    }
+    assert 1.0 <= steps[2] <= 2.0 < steps[8]  # a block size reaches the loop
+    assert (
+        record["conditions"][0]["workload"]
+        == "tiny_prompts.json; tasks: unknown to the drafter; 1 of each task at most"
+    )
+    assert [one["concurrency"] for one in record["conditions"][:4]] == [1, 2, 1, 2]
+    for name in record["files"]:
+        assert DFlowGenerationConfig.from_pretrained(tmp_path / "sweep", name).num_draft_tokens in (1, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--block-size 16", "2 … 8"),
+        ("--block-size 1,4", "2 … 8"),
+        ("--concurrency 0", "1 or more"),
+        ("--output-tokens 8,0", "1 or more"),
+        ("--temperature 0,-1", "--temperature"),
+        ("--verification tokens", "--verification"),
+        ("--block-size two", "numbers"),
+    ],
+)
+def test_impossible_lists_are_refused_before_anything_is_measured(tmp_path, options, words):
+    """Bug: an hour of measuring that ends at the last combination."""
+    result = CliRunner().invoke(app, ["bench", "sweep", "--tiny", "--output", str(tmp_path / "s"), *options.split()])
+    assert result.exit_code == 2 and words in result.output and not (tmp_path / "s").exists()

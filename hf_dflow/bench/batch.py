@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
@@ -38,7 +37,7 @@ class Decoded:
 
 def decode(pair: Pair, prompts: list[Prompt], max_new_tokens: int) -> Decoded:
     """Decode `prompts` as one batch, padded on the left."""
-    ids, mask = _padded([pair.encode(prompt.text)["input_ids"] for prompt in prompts], pair.tokenizer.pad_token_id or 0)
+    inputs = pair.encode_batch([prompt.text for prompt in prompts])
     config = DFlowGenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -57,21 +56,14 @@ def decode(pair: Pair, prompts: list[Prompt], max_new_tokens: int) -> Decoded:
     handle = target.register_forward_pre_hook(look, with_kwargs=True)
     try:
         start = time.perf_counter()
-        output = target.generate(ids, attention_mask=mask, assistant_model=pair.drafter, generation_config=config)
+        output = target.generate(**inputs, assistant_model=pair.drafter, generation_config=config)
         seconds = time.perf_counter() - start
     finally:
         handle.remove()
     counts = [row.num_output_tokens for row in output.statistics.per_row]
-    rows = [row[:count] for row, count in zip(output.sequences[:, ids.shape[1] :].tolist(), counts, strict=True)]
+    written = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    rows = [row[:count] for row, count in zip(written, counts, strict=True)]
     return Decoded(rows, seconds, output.statistics.num_target_forwards, output.statistics.tokens_per_step, columns)
-
-
-def _padded(prompts: list[torch.Tensor], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(one.shape[1] for one in prompts)
-    gaps = [longest - one.shape[1] for one in prompts]
-    ids = [torch.nn.functional.pad(one, (gap, 0), value=pad) for one, gap in zip(prompts, gaps, strict=True)]
-    masks = [torch.nn.functional.pad(torch.ones_like(one), (gap, 0)) for one, gap in zip(prompts, gaps, strict=True)]
-    return torch.cat(ids), torch.cat(masks)
 
 
 def measure(pair: Pair, prompts: list[Prompt], repeats: int, max_new_tokens: int) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Evidence:
         monitor (`str`, *optional*): Prometheus text of an [`AcceptanceMonitor`] that served.
         licences (`dict[str, str]`, *optional*): Of "target" and "drafter".
         canary (`str`, *optional*): What the canary period and its bill showed, in the user's words.
+        side_by_side (`list[tuple[dict, str]]`): Runs and endpoints in the order of a comparison, with their names.
     """
 
     runs: Sequence[Mapping[str, Any]] = ()
@@ -45,6 +46,7 @@ class Evidence:
     monitor: str | None = None
     licences: Mapping[str, str] | None = None
     canary: str | None = None
+    side_by_side: Sequence[tuple[Mapping[str, Any], str]] = ()
 
 
 def checklist(given: Evidence) -> list[Item]:
@@ -90,7 +92,7 @@ def _conditions(given: Evidence) -> Item:
     # A record compared with itself differs in what it does not state.
     unstated = sorted({key for one in loads for key in differences(one["conditions"], one["conditions"])})
     told = f"{len(loads)} records state them all" if loads and not unstated else ""
-    missing = f"not stated: {', '.join(unstated)}" if unstated else "give a record: --run or --endpoint"
+    missing = f"not stated: {', '.join(unstated)}" if unstated else "give a record of bench run or bench endpoint"
     return _item("conditions fixed", told, missing)
 
 
@@ -111,7 +113,7 @@ def _figures(given: Evidence) -> Item:
                 f"{one['all']['effective_tps_with_bonus']:.1f} tokens/s, p95 "
                 f"{one['all']['latency']['latency_seconds']['p95']:.2f} s"
             )
-    missing = "give a record: --run; an endpoint counts where it tells its acceptance"
+    missing = "give a record of bench run; one of bench endpoint counts where the server tells its acceptance"
     return _item("acceptance rate, effective throughput and p95 recorded", "; ".join(told), missing)
 
 
@@ -121,7 +123,7 @@ def _memory(given: Evidence) -> Item:
         for largest in (one["largest_batch"] for one in given.plans)
         if largest["drafting"]
     ]
-    missing = "not one sequence fits with the drafter" if given.plans else "hf-dflow plan … --json FILE, then --plan"
+    missing = "not one sequence fits with the drafter" if given.plans else "hf-dflow plan … --json FILE, and give it"
     return _item("memory counted in three blocks and batch limit checked", "; ".join(told), missing)
 
 
@@ -136,7 +138,7 @@ def _billing(given: Evidence) -> Item:
     told = (
         f"billed per {given.cost['billing_unit']}: {given.cost['who_keeps_the_gain']['hosted']}" if given.cost else ""
     )
-    missing = "hf-dflow cost with the hosted price, --json FILE, then --cost"
+    missing = "hf-dflow cost with the hosted price, --json FILE, and give it"
     return _item("billing unit of the hosted channel checked", told, missing)
 
 

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 # What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.bench import report_commands
 from hf_dflow.bench.options import (
+    DatasetOption,
+    DeviceOption,
     DrafterOption,
+    DtypeOption,
     HumanEvalOption,
     JsonLinesOption,
     JsonOption,
@@ -22,6 +25,7 @@ from hf_dflow.bench.options import (
     TinyOption,
     writable,
 )
+from hf_dflow.bench.tables import report_console
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub_commands import errors_in_words
 
@@ -60,7 +64,7 @@ def plan(
     )
     counted = memory.make_plan(memory.read_target(target), memory.read_drafter(drafter), load)
     available = gpu_memory * gpu_memory_utilization * memory.GIB
-    memory.show(counted, available, Console())
+    memory.show(counted, available, report_console())
     conditions = {**vars(load), "target": Path(target).name, "drafter": Path(drafter).name}
     write_json(json_path, memory.as_record(counted, available, **conditions))
 
@@ -98,7 +102,7 @@ def cost(
     )
     hosted = bench.Hosted(hosted_per_million, hosted_per_second, hosted_plain_tps, hosted_drafting_tps)
     record = bench.compare(hosted, own, monthly_tokens)
-    bench.show(record, Console())
+    bench.show(record, report_console())
     write_json(json_path, {**record, "inputs": {"hosted": vars(hosted), "own": vars(own)}})
 
 
@@ -116,80 +120,65 @@ def run(
     task: TaskOption = None,
     prompts: PromptFilesOption = None,
     jsonl: JsonLinesOption = None,
-    dataset: Annotated[str | None, typer.Option(help="A name for `datasets`, as NAME:SPLIT:COLUMN.")] = None,
+    dataset: DatasetOption = None,
     human_eval: HumanEvalOption = 0,
     per_task: PerTaskOption = None,
     temperature: TemperaturesOption = None,
     verification: Annotated[list[str] | None, typer.Option(help="token (default) or block; repeatable.")] = None,
     output_tokens: Annotated[int, typer.Option(min=2)] = 48,
+    concurrency: Annotated[int, typer.Option(min=1, help="Prompts decoded together, as one batch.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts, for times.")] = 1,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no prompt after so long.")] = None,
     thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     json_path: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(callback=writable, help="PNG of tokens per step by task.")] = None,
 ) -> None:
     """Measure every strategy on the same prompts, by turns; exit code 1 if a greedy float32 text differs."""
-    from hf_dflow.bench import suite
+    from hf_dflow.bench import run_view, suite
     from hf_dflow.bench.eval_drafter import modes_of
     from hf_dflow.bench.evaluation import is_identical
-    from hf_dflow.bench.memory import DTYPES
     from hf_dflow.bench.runners import load_pair, use_threads
     from hf_dflow.bench.tiny import given_or_tiny
-    from hf_dflow.bench.workloads import chosen_prompts, dataset_prompts, jsonl_prompts, select
+    from hf_dflow.bench.workloads import workload
     from hf_dflow.training.draft_model import load_draft_model
 
-    if dtype not in DTYPES:
-        raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(DTYPES)}")
+    kind = _dtype(dtype)
     target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    more = [prompt for path in jsonl or [] for prompt in jsonl_prompts(path)]
-    more += dataset_prompts(dataset) if dataset else []
-    files: list[Path] = list(prompts or [])
-    if own_prompts and not (files or human_eval or more):
-        files = [own_prompts]
-    workload = (
-        more if more and not (files or human_eval) else [*chosen_prompts(files=files, human_eval=human_eval), *more]
-    )
-    workload = select(workload, task or [], per_task)
+    measured_on = workload(
+        files=prompts or [], jsonl=jsonl or [], dataset=dataset, human_eval=human_eval, otherwise=own_prompts,
+        tasks=task or [], per_task=per_task,
+    )  # fmt: skip
     use_threads(threads)
-    pair = load_pair(target, drafter, DTYPES[dtype], device, thinking)
+    pair = load_pair(target, drafter, kind, device, thinking)
     small = load_draft_model(assistant, pair.target) if assistant else None
     names = strategy or [
         name
         for name in suite.STRATEGIES
         if not (name == "assisted" and small is None) and not (name == "dflow" and pair.drafter.relay is None)
     ]
-    console = Console()
+    console = report_console()
     if warning := suite.mode_warning(pair):
         console.print(f"[yellow]{warning}[/]")
     record = suite.run(
         pair,
         suite.contestants_of(pair, names, small),
         modes_of(temperature or [0.0], verification or ["token"]),
-        workload,
+        measured_on.prompts,
+        workload=measured_on.source,
         output_tokens=output_tokens,
+        concurrency=concurrency,
         repeats=repeats,
         minutes=minutes,
         console=console,
     )
-    suite.show(record, console)
+    run_view.show(record, console)
     write_json(json_path, record)
     if plot is not None:
-        suite.plot(record, plot)
+        run_view.plot(record, plot)
     raise typer.Exit(1 if dtype in ("float32", "float64") and not is_identical(record) else 0)
-
-
-@app.command()
-@errors_in_words()
-def readme(
-    document: Annotated[Path, typer.Argument(help="Markdown with <!-- bench: PATH.json --> … <!-- /bench -->.")],
-) -> None:
-    """Fill a document's tables from the records that it names."""
-    from hf_dflow.bench.readme_table import render
-
-    document.write_text(render(document.read_text(encoding="utf-8"), document.parent), encoding="utf-8")
 
 
 @app.command()
@@ -201,6 +190,7 @@ def endpoint(
     task: TaskOption = None,
     prompts: PromptFilesOption = None,
     jsonl: JsonLinesOption = None,
+    dataset: DatasetOption = None,
     human_eval: HumanEvalOption = 0,
     per_task: PerTaskOption = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
@@ -213,11 +203,12 @@ def endpoint(
     """Put a load on an endpoint, key from OPENAI_API_KEY; exit code 1 if a request got no whole answer."""
     from hf_dflow.bench import endpoint as bench
     from hf_dflow.bench import endpoint_report as report
-    from hf_dflow.bench.workloads import chosen_prompts, jsonl_prompts, select
+    from hf_dflow.bench.workloads import workload
 
-    own = [prompt for path in jsonl or [] for prompt in jsonl_prompts(path)]
-    named = chosen_prompts(files=list(prompts or []), human_eval=human_eval) if prompts or human_eval or not own else []
-    workload = select([*named, *own], task or [], per_task)
+    measured_on = workload(
+        files=prompts or [], jsonl=jsonl or [], dataset=dataset, human_eval=human_eval, tasks=task or [],
+        per_task=per_task,
+    )  # fmt: skip
     settings = bench.EndpointSettings(
         url=endpoint,
         model=model,
@@ -228,70 +219,19 @@ def endpoint(
         stall_seconds=stall_seconds,
         request_seconds=request_seconds,
     )
-    record = report.measure(settings, workload)
-    report.show(record, Console())
+    record = report.measure(settings, measured_on.prompts)
+    record["conditions"]["workload"] = measured_on.source
+    report.show(record, report_console())
     write_json(json_path, record)
     raise typer.Exit(0 if set(record["all"]["outcomes"]) == {bench.OK} else 1)
 
 
 @app.command()
 @errors_in_words()
-def report(
-    output: Annotated[Path, typer.Argument(help="HTML file to write.", callback=writable)],
-    run_record: Annotated[list[Path] | None, typer.Option("--run", help="JSON of bench run; repeatable.")] = None,
-    endpoint_record: Annotated[
-        list[Path] | None, typer.Option("--endpoint", help="JSON of bench endpoint; repeatable.")
-    ] = None,
-    plan_record: Annotated[list[Path] | None, typer.Option("--plan", help="JSON of plan; repeatable.")] = None,
-    cost_record: Annotated[Path | None, typer.Option("--cost", help="JSON of cost.")] = None,
-    probe_record: Annotated[Path | None, typer.Option("--probe", help="JSON of probe.")] = None,
-    monitor: Annotated[Path | None, typer.Option(help="Prometheus text of an AcceptanceMonitor that served.")] = None,
-    target_licence: Annotated[str | None, typer.Option(help="E.g. apache-2.0.")] = None,
-    drafter_licence: Annotated[str | None, typer.Option(help="E.g. apache-2.0.")] = None,
-    canary: Annotated[str | None, typer.Option(help="What the canary period and its bill showed.")] = None,
-    except_for: Annotated[list[str] | None, typer.Option(help="A condition that runs may differ in.")] = None,
-    allow_open: Annotated[bool, typer.Option("--allow-open", help="Exit with 0 though items are open.")] = False,
-) -> None:
-    """Write one HTML file of all records; it ends with the rollout checklist. Exit code 1 while items are open."""
-    from hf_dflow.bench.checklist import Evidence, checklist
-    from hf_dflow.bench.conditions import refuse_unequal
-    from hf_dflow.bench.html import render
-
-    runs = [_read(path) for path in run_record or []]
-    if len(runs) > 1:
-        refuse_unequal(runs, [path.name for path in run_record or []], except_for=except_for or [])
-    licences = {"target": target_licence, "drafter": drafter_licence}
-    given = Evidence(
-        runs=runs,
-        endpoints=[_read(path) for path in endpoint_record or []],
-        plans=[_read(path) for path in plan_record or []],
-        cost=_read(cost_record) if cost_record else None,
-        probe=_read(probe_record) if probe_record else None,
-        monitor=monitor.read_text(encoding="utf-8") if monitor else None,
-        licences={part: name for part, name in licences.items() if name},
-        canary=canary,
-    )
-    output.write_text(render(given), encoding="utf-8")
-    items = checklist(given)
-    for item in items:
-        typer.echo(f"[{'x' if item.is_done else ' '}] {item.text}: {item.evidence}")
-    raise typer.Exit(0 if allow_open or all(item.is_done for item in items) else 1)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DFlowError(f"{path}: no JSON record ({error})") from error
-    if not isinstance(record, dict):
-        raise DFlowError(f"{path}: no record of this program")
-    return record
-
-
-@app.command()
-@errors_in_words()
 def sweep(
-    output: Annotated[Path, typer.Argument(help="JSON to write, with generation defaults.", callback=writable)],
+    output: Annotated[
+        Path, typer.Option(help="Folder for the record, and for generation defaults by task.", file_okay=False)
+    ] = Path("sweep"),
     target: TargetOption = None,
     drafter: DrafterOption = None,
     tiny: TinyOption = False,
@@ -299,36 +239,66 @@ def sweep(
     verification: Annotated[str, typer.Option(help="Comma-separated, for temperatures above 0.")] = "token,block",
     temperature: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
     output_tokens: Annotated[str, typer.Option(help="Comma-separated.")] = "64",
+    concurrency: Annotated[str, typer.Option(help="Prompts decoded together; comma-separated.")] = "1",
+    task: TaskOption = None,
     prompts: PromptFilesOption = None,
+    jsonl: JsonLinesOption = None,
+    dataset: DatasetOption = None,
+    human_eval: HumanEvalOption = 0,
     per_task: PerTaskOption = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts.")] = 1,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
 ) -> None:
-    """Find the fastest block size and verification rule for each task, temperature and output length."""
+    """Find the fastest block size and verification rule for each task and condition, and write them as defaults."""
     from hf_dflow.bench import sweep as bench
     from hf_dflow.bench.runners import load_pair, use_threads
     from hf_dflow.bench.tiny import given_or_tiny
-    from hf_dflow.bench.workloads import chosen_prompts, select
+    from hf_dflow.bench.workloads import workload
 
-    sizes, lengths = (_numbers(given, int) for given in (block_size, output_tokens))
+    sizes, lengths, together = (_numbers(given, int) for given in (block_size, output_tokens, concurrency))
     temperatures = _numbers(temperature, float)
+    kind = _dtype(dtype)
     target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    files: list[Path] = prompts or ([own_prompts] if own_prompts else [])
-    workload = select(chosen_prompts(files=files), [], per_task)
+    measured_on = workload(
+        files=prompts or [], jsonl=jsonl or [], dataset=dataset, human_eval=human_eval, otherwise=own_prompts,
+        tasks=task or [], per_task=per_task,
+    )  # fmt: skip
     use_threads(threads)
-    console = Console()
+    console = report_console()
     record = bench.sweep(
-        load_pair(target, drafter),
-        workload,
+        load_pair(target, drafter, kind, device, thinking),
+        measured_on.prompts,
+        workload=measured_on.source,
         block_sizes=sizes,
         verifications=[rule.strip() for rule in verification.split(",")],
         temperatures=temperatures,
         output_tokens=lengths,
+        concurrencies=together,
         repeats=repeats,
         console=console,
     )
     bench.show(record, console)
-    write_json(output, record)
+    written = bench.write(record, output)
+    typer.echo(f"{output / bench.RECORD}: all of it; generation defaults for DFlowGenerationConfig.from_pretrained:")
+    for path in written:
+        typer.echo(f"  {path}")
+    if not written:
+        typer.echo("  none: plain decoding is faster everywhere")
+
+
+app.command()(errors_in_words()(report_commands.report))
+app.command()(errors_in_words()(report_commands.readme))
+
+
+def _dtype(name: str) -> Any:
+    from hf_dflow.bench.memory import DTYPES
+
+    if name not in DTYPES:
+        raise DFlowError(f"--dtype {name} is unknown; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _numbers(given: str, kind: Any) -> list[Any]:

@@ -207,6 +207,8 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
                     result.tokens, result.is_counted_by_server = usage, True
             if not result.is_counted_by_server:
                 result.tokens = pieces
+    except httpx.DecodingError as error:
+        raise _Failure(MALFORMED, "bytes that are not in the encoding that the server names") from error
     except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
         raise _Failure(STALLED, f"nothing for {settings.stall_seconds:g} s") from error
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:

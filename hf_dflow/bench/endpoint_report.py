@@ -7,17 +7,18 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from hf_dflow.bench.conditions import prompts_digest
 from hf_dflow.bench.endpoint import OK, EndpointSettings, RequestResult, key_from_environment, run_load
 from hf_dflow.bench.latency import Timed, summarise
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Mode
+from hf_dflow.bench.tables import print_table
 from hf_dflow.bench.workloads import Prompt
 
 SPEC_METRIC = re.compile(r"^(vllm:spec_decode_\w+?)(?:_total)?(?P<labels>\{[^}]*\})?\s+(?P<value>[-+.eE\d]+)\s*$")
 POSITION = re.compile(r'position="(\d+)"')
+TIMES = ("p50 s", "p95 s", "p99 s", "first token s", "per token ms", "tokens/s")
 SERVERS_OWN = "the server's own"  # what a client cannot see
 
 
@@ -58,13 +59,11 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
 
 def show(record: dict[str, Any], console: Console) -> None:
     """Print outcomes and latencies by task, acceptance, and the conditions."""
-    table = Table("task", "outcomes", title=record["conditions"]["target"])
-    for heading in ("p50 s", "p95 s", "p99 s", "first token s", "per token ms", "tokens/s"):
-        table.add_column(heading, justify="right")
+    rows = []
     for task, found in [*record["by_task"].items(), ("all", record["all"])]:
         outcomes = ", ".join(f"{count} {name}" for name, count in found["outcomes"].items())
-        table.add_row(task, outcomes, *_cells(found))
-    console.print(table)
+        rows.append([task, outcomes, *_cells(found)])
+    print_table(console, record["conditions"]["target"], ("task",), ("outcomes", *TIMES), rows)
     for kind in ("failures", "retries"):
         for detail, count in record["all"][kind].items():
             console.print(f"[yellow]{kind}: {count} × {detail}[/]")

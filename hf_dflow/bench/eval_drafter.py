@@ -11,7 +11,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from hf_dflow import DFlowDrafter
 from hf_dflow.bench.evaluation import PLAIN, Plan, answer_all, as_record, is_identical
@@ -29,6 +28,7 @@ from hf_dflow.bench.options import (
 )
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair, use_threads
+from hf_dflow.bench.tables import print_table, report_console
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
 from hf_dflow.errors import DFlowError, PairMismatchError
 from hf_dflow.generation.configuration import SAMPLING_RULES
@@ -102,18 +102,19 @@ def show(record: dict[str, Any], console: Console) -> None:
     for mode, groups in record["modes"].items():
         names = list(groups["all"]["contestants"])
         pairs = list(groups["all"]["differences"])
-        table = Table("task", "prompts", *names, *pairs, title=f"{mode}: tokens per step \\[95% interval over prompts]")
+        rows = []
         for task, group in [*groups["by_task"].items(), ("all", groups["all"])]:
             cells = [_with_interval(group["contestants"][name]["tokens_per_step"]) for name in names]
             cells += [_with_interval(group["differences"][pair]["difference"], "+.3f") for pair in pairs]
-            table.add_row(task, str(group["prompts"]), *cells)
-        console.print(table)
+            rows.append([task, str(group["prompts"]), *cells])
+        title = f"{mode}: tokens per step [95% interval over prompts]"
+        print_table(console, title, ("task", "prompts"), [*names, *pairs], rows)
         for name, found in groups["all"]["contestants"].items():
-            console.print(f"{name}: {_in_words(found)}", highlight=False)
+            console.print(f"{name}: {_in_words(found)}", highlight=False, markup=False)
         for pair in pairs:
             gain = groups["all"]["differences"][pair]["gain"]
             low, high = gain["interval_95"]
-            console.print(f"{pair}: {gain['value']:+.1%} \\[{low:+.1%}, {high:+.1%}]", highlight=False)
+            console.print(f"{pair}: {gain['value']:+.1%} [{low:+.1%}, {high:+.1%}]", highlight=False, markup=False)
         if "plain_seconds_per_token" in groups["all"]:
             console.print(f"the target alone: {1e3 * groups['all']['plain_seconds_per_token']:.1f} ms per token")
     found = record["identity"]
@@ -143,7 +144,7 @@ def _in_words(found: dict[str, Any]) -> str:
 
 def _with_interval(figure: dict[str, Any], form: str = ".3f") -> str:
     low, high = figure["interval_95"]
-    return f"{figure['value']:{form}} \\[{low:{form}}, {high:{form}}]"
+    return f"{figure['value']:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def main(
@@ -189,7 +190,7 @@ def main(
     seeds = seed or [0]
     contestants = contestants_of(pair, autoregressive, draft_tokens, other or [])
     plan = Plan(contestants, modes, max_new_tokens, seeds, plain, check_identity)
-    console = Console()
+    console = report_console()
     followed = track(list(enumerate(workload)), description="prompts", console=console)
     answers = answer_all(pair.target, pair.encode, followed, plan)
     conditions = {

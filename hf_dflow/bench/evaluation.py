@@ -2,27 +2,42 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import pstdev
 from typing import Any
 
 import numpy as np
+import transformers
 
 from hf_dflow.bench.report import figure, pooled, resampled_sums
-from hf_dflow.bench.runners import Contestant, Mode, Run, decode
+from hf_dflow.bench.runners import Contestant, Mode, Run, decode_rows, padded
 from hf_dflow.bench.workloads import Prompt
 
 PLAIN = "plain"
 SEED_STRIDE = 1_000_003  # so that no two prompts of a run draw the same numbers
+WARM_UP_TOKENS = 12  # a block and the beginning of the next, so that a loop that fails does so before it counts
+LONGEST_REASON = 160  # characters of another project's error message
+NotRun = dict[str, dict[str, str]]  # mode -> contestant -> why it is left out
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt in one mode with one seed, by every contestant."""
+    """One prompt in one mode with one seed, by every contestant.
+
+    Args:
+        batch (`str`, *optional*): Which prompts were decoded together; answers of one batch share their times.
+    """
 
     prompt: Prompt
     mode: Mode
     seed: int
     runs: dict[str, Run]
+    batch: str | None = None
+
+    @property
+    def timed_with(self) -> str:
+        """What times are drawn by when an interval is made of them: its batch, else its prompt."""
+        return self.batch or self.prompt.digest
 
 
 @dataclass(frozen=True)
@@ -45,48 +60,104 @@ class Plan:
     with_plain: bool = False
     check_identity: int = 0
 
+    def left_out(self, mode: Mode, batch_size: int) -> dict[str, str]:
+        """The contestants that cannot decode so many prompts at a time in `mode`, and why."""
+        reasons = {one.name: one.why_not(mode, batch_size) for one in self.contestants}
+        return {name: reason for name, reason in reasons.items() if reason}
 
-def answer_prompt(target: Any, inputs: dict, prompt: Prompt, number: int, plan: Plan) -> list[Answer]:
+
+def batches_of(prompts: Sequence[Prompt], size: int) -> list[tuple[Prompt, ...]]:
+    """Batches of `size` prompts of one task each, one of each task after the other.
+
+    Where a task has no more of them, its prompts fill the batch over again, so that all batches are a load of `size`.
+    """
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    made = [
+        [tuple(mine[place % len(mine)] for place in range(start, start + size)) for start in range(0, len(mine), size)]
+        for mine in by_task.values()
+    ]
+    return [batch for turn in zip_longest(*made) for batch in turn if batch is not None]
+
+
+def answer_prompts(
+    target: Any, inputs: dict, prompts: Sequence[Prompt], number: int, plan: Plan, not_run: NotRun | None = None
+) -> list[Answer]:
     """Answers of all contestants, side by side so that a busy machine slows them alike.
 
     Args:
-        inputs (`dict[str, torch.Tensor]`): `input_ids` and `attention_mask` `[1, T]` of the prompt.
-        number (`int`): Of the prompt in the workload. Who begins changes with it.
+        inputs (`dict[str, torch.Tensor]`): `input_ids` and `attention_mask` `[B, T]` of the prompts.
+        number (`int`): Of the call in the workload. Who begins changes with it.
+        not_run (`dict`, *optional*): Names of contestants that are left out of a mode, see [`warm_up`].
     """
     answers = []
+    batch = None if len(prompts) == 1 else " ".join(prompt.digest for prompt in prompts)
     for mode in plan.modes:
-        contestants = [one for one in plan.contestants if one.can_decode(mode)]
+        out = plan.left_out(mode, len(prompts)) | (not_run or {}).get(mode.name, {})
+        contestants = [one for one in plan.contestants if one.name not in out]
         if plan.with_plain or (not mode.temperature and number < plan.check_identity):
             contestants.append(Contestant(PLAIN))
-        first = number % len(contestants)
+        first = number % max(1, len(contestants))
         contestants = contestants[first:] + contestants[:first]
         for seed in plan.seeds if mode.temperature else [0]:
             draws = seed * SEED_STRIDE + number
-            runs = {one.name: decode(target, inputs, one, mode, plan.max_new_tokens, draws) for one in contestants}
-            answers.append(Answer(prompt, mode, seed, runs))
+            rows = {one.name: decode_rows(target, inputs, one, mode, plan.max_new_tokens, draws) for one in contestants}
+            for place, prompt in enumerate(prompts):
+                runs = {name: found[place] for name, found in rows.items()}
+                answers.append(Answer(prompt, mode, seed, runs, batch))
     return answers
 
 
-def warm_up(target: Any, inputs: dict, plan: Plan) -> None:
-    """A first call pays for what later ones reuse."""
-    for contestant in [*plan.contestants, Contestant(PLAIN)]:
-        decode(target, inputs, contestant, Mode(), 4)
+def warm_up(target: Any, inputs: dict, plan: Plan) -> NotRun:
+    """A first call pays for what later ones reuse; it also shows who cannot decode so.
+
+    Returns:
+        `dict`: For each mode, the contestants that are left out of it, and why.
+    """
+    batch_size, not_run = inputs["input_ids"].shape[0], {}
+    for mode in plan.modes:
+        not_run[mode.name] = plan.left_out(mode, batch_size)
+        for one in [*plan.contestants, Contestant(PLAIN)]:
+            if one.name in not_run[mode.name]:
+                continue
+            try:
+                decode_rows(target, inputs, one, mode, min(WARM_UP_TOKENS, plan.max_new_tokens))
+            except Exception as error:
+                # Another project's loop may fail in some of its releases, and ours is measured all the same.
+                if not one.is_transformers:
+                    raise
+                said = " ".join(str(error).split())
+                not_run[mode.name][one.name] = (
+                    f"transformers {transformers.__version__} fails: {type(error).__name__}: {said[:LONGEST_REASON]}"
+                )
+    return not_run
 
 
 def answer_all(
     target: Any,
     encode: Callable[[str], dict],
-    prompts: Iterable[tuple[int, Prompt]],
+    prompts: Iterable[tuple[int, Prompt | tuple[Prompt, ...]]],
     plan: Plan,
     is_over: Callable[[], bool] = lambda: False,
+    *,
+    not_run: NotRun | None = None,
+    pad: int = 0,
 ) -> list[Answer]:
-    """Answers to numbered prompts until `is_over`, whole prompts only."""
+    """Answers to numbered prompts, or batches of them, until `is_over`; whole prompts and batches only.
+
+    Args:
+        not_run (`dict`, *optional*): What [`warm_up`] returned. Without it, a first call warms up where times count.
+        pad (`int`, *optional*, defaults to 0): The token that pads a batch.
+    """
     answers: list[Answer] = []
-    for number, prompt in prompts:
-        inputs = encode(prompt.text)
-        if not answers and plan.with_plain:
-            warm_up(target, inputs, plan)
-        answers += answer_prompt(target, inputs, prompt, number, plan)
+    for number, given in prompts:
+        group = given if isinstance(given, tuple) else (given,)
+        encoded = [encode(prompt.text) for prompt in group]
+        inputs = encoded[0] if len(group) == 1 else padded([one["input_ids"] for one in encoded], pad)
+        if not answers and plan.with_plain and not_run is None:
+            not_run = warm_up(target, inputs, plan)
+        answers += answer_prompts(target, inputs, group, number, plan, not_run)
         if is_over():
             break
     return answers
@@ -132,7 +203,7 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
         for way, name in enumerate(ways):
             run = answer.runs[name]
             steps = run.statistics.num_spec_steps
-            values = (run.statistics.num_accepted_draft_tokens, steps, run.seconds, len(run.new_tokens))
+            values = (run.statistics.num_accepted_draft_tokens, steps, run.own_seconds, len(run.new_tokens))
             counts[way, :, numbers[answer.prompt.task, answer.prompt.text]] += values
     sums = resampled_sums(counts.reshape(-1, len(numbers))).reshape(len(ways), 4, -1)
     tokens_per_step = 1.0 + sums[:, 0] / np.maximum(sums[:, 1], 1)
@@ -140,12 +211,13 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
     contestants = {}
     for way, name in enumerate(names):
         total = pooled([answer.runs[name].statistics for answer in answers])
+        forwards = sum(answer.runs[name].own_target_forwards for answer in answers)
         contestants[name] = {
             "tokens_per_step": figure(tokens_per_step[way]),
             "accepted_length_std": total.accepted_length_std,
             "draft_acceptance_rate": total.draft_acceptance_rate,
             "acceptance_rate_per_position": total.acceptance_rate_per_position,
-            "target_forwards_per_token": total.target_forwards_per_token,
+            "target_forwards_per_token": forwards / max(1, sums[way, 3, 0]),
             "num_spec_steps": total.num_spec_steps,
             "num_output_tokens": total.num_output_tokens,
             "seconds_per_token": float(seconds_per_token[way][0]),
@@ -195,6 +267,7 @@ def _row(answer: Answer) -> dict[str, Any]:
         **answer.prompt.as_record(),
         "mode": answer.mode.name,
         "seed": answer.seed,
+        **({"batch_of": next(iter(answer.runs.values())).batch_size} if answer.batch else {}),
         "runs": {
             name: {
                 "new_tokens": len(run.new_tokens),

@@ -18,7 +18,7 @@ class Timed:
     """One finished request.
 
     Args:
-        prompt (`str`): Which prompt; intervals draw prompts, with all their repeats.
+        prompt (`str`): Which prompt, or batch of them; intervals draw these, with all their repeats.
         seconds (`float`): To its last token.
         first_token_seconds (`float`): To its first.
         new_tokens (`int`): Tokens written.
@@ -74,16 +74,16 @@ def of_answers(answers: Sequence[Answer]) -> dict[str, Any]:
     found = {}
     for name in sorted(answers[0].runs, key=lambda name: (name != PLAIN, name)):  # who began decides no table
         runs = [answer.runs[name] for answer in answers]
-        total, seconds = pooled([run.statistics for run in runs]), sum(run.seconds for run in runs)
+        total, seconds = pooled([run.statistics for run in runs]), sum(run.own_seconds for run in runs)
         requests = [
-            Timed(answer.prompt.digest, run.seconds, run.first_token_seconds, len(run.new_tokens))
+            Timed(answer.timed_with, run.seconds, run.first_token_seconds, len(run.new_tokens))
             for answer, run in zip(answers, runs, strict=True)
         ]
         found[name] = {
             **summarise(requests),
             "effective_tps": None if name == PLAIN else total.num_accepted_draft_tokens / seconds,
             "effective_tps_with_bonus": sum(len(run.new_tokens) for run in runs) / seconds,
-            "target_forwards_per_token": sum(run.target_forwards for run in runs)
+            "target_forwards_per_token": sum(run.own_target_forwards for run in runs)
             / max(1, sum(len(run.new_tokens) for run in runs)),
         }
         if name != PLAIN and all(PLAIN in answer.runs for answer in answers):
@@ -92,13 +92,13 @@ def of_answers(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _speed_up(answers: Sequence[Answer], name: str) -> dict[str, Any]:
-    """Median over prompts of plain seconds per token over this strategy's, runs of one repeat paired."""
+    """Median over prompts, or batches of them, of plain seconds per token over this strategy's, runs of one repeat
+    paired."""
     ratios: dict[str, list[float]] = {}
     for answer in answers:
-        ours, plain = answer.runs[name], answer.runs[PLAIN]
-        if ours.new_tokens and plain.new_tokens:
-            ratio = (plain.seconds / len(plain.new_tokens)) / (ours.seconds / len(ours.new_tokens))
-            ratios.setdefault(answer.prompt.digest, []).append(ratio)
+        ours, plain = answer.runs[name].seconds_per_token, answer.runs[PLAIN].seconds_per_token
+        if ours and plain:
+            ratios.setdefault(answer.timed_with, []).append(plain / ours)
     groups = list(ratios.values())
 
     def median_of(chosen: Any) -> float:

@@ -49,7 +49,11 @@ ShareGptOption = Annotated[
 TaskOption = Annotated[list[str] | None, typer.Option("--task", help="Only prompts of these kinds; repeatable.")]
 PerTaskOption = Annotated[int | None, typer.Option("--per-task", min=1, help="At most so many prompts of each kind.")]
 
+DatasetOption = Annotated[str | None, typer.Option("--dataset", help="A name for `datasets`, as NAME:SPLIT:COLUMN.")]
+
 # How they are decoded.
+DtypeOption = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 TemperaturesOption = Annotated[
     list[float] | None, typer.Option("--temperature", help="0 is greedy, as by default; repeatable.")
 ]

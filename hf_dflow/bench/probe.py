@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from hf_dflow.bench.report import bootstrap_interval, run_conditions
 from hf_dflow.bench.runners import Pair, run_strategy
+from hf_dflow.bench.tables import print_table
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training.proposals import greedy_proposals, proposal_features
@@ -153,10 +153,9 @@ def probe_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) ->
 
 def show(record: dict[str, Any], console: Console) -> None:
     """Print one line a task."""
-    table = Table("task", *(name.replace("_", " ") for name in COLUMNS), title="what rejected rows knew [95% interval]")
-    for task, values in record["by_task"].items():
-        table.add_row(task, *(_cell(name, values[name]) for name in COLUMNS))
-    console.print(table)
+    rows = [[task, *(_cell(name, values[name]) for name in COLUMNS)] for task, values in record["by_task"].items()]
+    headings = [name.replace("_", " ") for name in COLUMNS]
+    print_table(console, "what rejected rows knew [95% interval]", ("task",), headings, rows)
     console.print(
         "re convergence, rescue rate: the verifier's top-1 at a rejected row was the final token, of all hinted slots "
         "and of first failures. largest gain: tokens per step if a relay took it wherever it is right.",
@@ -167,4 +166,4 @@ def show(record: dict[str, Any], console: Console) -> None:
 def _cell(name: str, figure: dict[str, Any]) -> str:
     form = "{:.2f}" if name == "tokens_per_step" else "{:.1%}"
     low, high = figure["interval_95"]
-    return f"{form.format(figure['value'])} \\[{form.format(low)}, {form.format(high)}]"
+    return f"{form.format(figure['value'])} [{form.format(low)}, {form.format(high)}]"

@@ -42,13 +42,17 @@ def as_markdown(record: dict[str, Any]) -> str:
         for name, times in found["latency"].items():
             cells = [mode, name, *_cells(found["all"]["contestants"].get(name), times)]
             lines.append("| " + " | ".join(cells) + " |")
+        for name, reason in found.get("not_run", {}).items():
+            cells = [mode, name, f"not run: {reason}", *["–"] * (len(FIGURES) - 1)]
+            lines.append("| " + " | ".join(cells) + " |")
     said = record["conditions"]
     same = record["identity"]
+    at_a_time = ("one" if said["concurrency"] == 1 else f"batches of {said['concurrency']}") + " at a time"
     texts = ", ".join(f"{name} {count}" for name, count in same["identical_to_plain"].items())
     lines += [
         "",
         f"{said['target']}, drafter {said['drafter']} with blocks of {said['block_size']}; {said['prompts']} prompts, "
-        f"{said['output_tokens']} new tokens at most, {said['dtype']}, {said['threads']} threads, one at a time; "
+        f"{said['output_tokens']} new tokens at most, {said['dtype']}, {said['threads']} threads, {at_a_time}; "
         f"{said['measuring']}. Greedy texts equal to the target's own, of {same['compared_with_plain']}: {texts}.",
         "",
     ]

@@ -1,17 +1,17 @@
 """A target, the ways to decode with it, and one call that runs any of them: a prompt in, tokens and counts out."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowGenerationConfig
+from hf_dflow.bench.counters import StepCounter, count_forwards
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, smollm2_folder
 
 STRATEGIES = ("plain", "dflash", "dflow")
@@ -31,6 +31,10 @@ class Pair:
     def encode(self, prompt: str) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask` `[1, T]` of a user message in the target's chat template."""
         return encode_chat(self.tokenizer, prompt, self.target.device, self.thinking)
+
+    def encode_batch(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The same `[B, T]` of several prompts, padded on the left."""
+        return padded([self.encode(prompt)["input_ids"] for prompt in prompts], self.tokenizer.pad_token_id or 0)
 
     def describe(self) -> dict[str, Any]:
         """What a figure must say about the pair."""
@@ -103,24 +107,54 @@ class Contestant:
         """Whether transformers' assisted generation runs it, which keeps no statistics."""
         return self.is_classic or self.is_their_loop or self.lookup_tokens > 0
 
-    def can_decode(self, mode: Mode) -> bool:
-        """transformers' assisted generation verifies token by token; its DFlash loop, sampled, fails in some
-        releases. Trees are greedy."""
-        if (self.is_their_loop or self.options.get("tree_budget")) and mode.temperature:
-            return False
-        return not (self.is_transformers and mode.verification == "block")
+    def why_not(self, mode: Mode, batch_size: int = 1) -> str | None:
+        """Why it cannot decode so; `None` if it can."""
+        if self.is_transformers and batch_size > 1:
+            return "transformers' assisted generation takes one sequence at a time"
+        if self.is_transformers and mode.verification == "block":
+            return "transformers' assisted generation verifies token by token"
+        if self.options.get("tree_budget") and (mode.temperature or batch_size > 1):
+            return "a tree is for greedy decoding of one sequence"
+        return None
 
 
 @dataclass
 class Run:
-    """One decoded answer."""
+    """One decoded answer, of a call that decoded it alone or in a batch.
+
+    Args:
+        target_forwards (`int`): Of the call, counted at the model, whatever the strategy says of itself.
+        seconds (`float`): Of the call, prompts included; a batch returns all its answers at its end.
+        statistics (`AcceptanceStatistics`): The answer's own. Plain decoding has no steps, for which the statistics'
+            definitions give 1 token per step.
+        first_token_seconds (`float`): Until the target's first forward is over.
+        batch_size (`int`): Answers of the call.
+        call_tokens (`int`, *optional*): New tokens of all its answers; of this one by default.
+    """
 
     new_tokens: list[int]
-    target_forwards: int  # counted at the model, whatever the strategy says of itself
-    seconds: float  # prompt included
-    # Plain decoding has no steps, for which the statistics' own definitions give 1 token per step.
+    target_forwards: int
+    seconds: float
     statistics: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
-    first_token_seconds: float = 0.0  # until the target's first forward is over
+    first_token_seconds: float = 0.0
+    batch_size: int = 1
+    call_tokens: int | None = None
+
+    @property
+    def own_seconds(self) -> float:
+        """Its share of the call: those of all answers add up to the time that passed."""
+        return self.seconds / self.batch_size
+
+    @property
+    def own_target_forwards(self) -> float:
+        """Its share of the call's target forwards."""
+        return self.target_forwards / self.batch_size
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of the call; `None` if it wrote nothing."""
+        tokens = len(self.new_tokens) if self.call_tokens is None else self.call_tokens
+        return self.seconds / tokens if tokens else None
 
 
 def use_threads(threads: int | None) -> None:
@@ -152,6 +186,15 @@ def encode_chat(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **flags
     )
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def padded(prompts: Sequence[torch.Tensor], pad: int) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` `[B, T]` of prompts `[1, t]`, padded on the left with the token `pad`."""
+    longest = max(one.shape[1] for one in prompts)
+    gaps = [(longest - one.shape[1], 0) for one in prompts]
+    ids = [torch.nn.functional.pad(one, gap, value=pad) for one, gap in zip(prompts, gaps, strict=True)]
+    masks = [torch.nn.functional.pad(torch.ones_like(one), gap) for one, gap in zip(prompts, gaps, strict=True)]
+    return {"input_ids": torch.cat(ids), "attention_mask": torch.cat(masks)}
 
 
 def load_pair(
@@ -205,14 +248,31 @@ def decode(
     max_new_tokens: int,
     seed: int = 0,
 ) -> Run:
-    """One answer of `target`.
+    """One answer of `target`; see [`decode_rows`].
 
     Args:
         inputs (`dict[str, torch.Tensor]`): `input_ids` and `attention_mask` of shape `(1, T)`.
-        seed (`int`, *optional*, defaults to 0): Of a sampled answer.
+    """
+    (run,) = decode_rows(target, inputs, contestant, mode, max_new_tokens, seed)
+    return run
+
+
+def decode_rows(
+    target: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    contestant: Contestant,
+    mode: Mode,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> list[Run]:
+    """The answers of one call of `generate`, one for each row.
+
+    Args:
+        inputs (`dict[str, torch.Tensor]`): `input_ids` and `attention_mask` of shape `(B, T)`, padded on the left.
+        seed (`int`, *optional*, defaults to 0): Of sampled answers.
     """
     options = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, **mode.options()}
-    prompt_length = inputs["input_ids"].shape[1]
+    batch_size, prompt_length = inputs["input_ids"].shape
     steps = StepCounter(prompt_length)
     arguments: dict[str, Any] = options
     if contestant.is_transformers:
@@ -225,17 +285,35 @@ def decode(
     if mode.temperature:
         torch.manual_seed(seed)
     generate: Any = target.generate
-    with count_forwards(target) as forwards, steps.watch(target), count_forwards(contestant.model) as draft_forwards:
+    with ExitStack() as counting:
+        forwards, draft_forwards = (counting.enter_context(count_forwards(one)) for one in (target, contestant.model))
+        counting.enter_context(steps.watch(target))
         start = time.perf_counter()
         output = generate(**inputs, **arguments)
-        new_tokens = output.sequences[0, prompt_length:].tolist()  # waits for the device
+        written = output.sequences[:, prompt_length:].tolist()  # waits for the device
         seconds = time.perf_counter() - start
+    answers = [_until_eos(row, target) for row in written]
     statistics = getattr(output, "statistics", None) or AcceptanceStatistics()
+    rows = statistics.per_row if batch_size > 1 else [statistics]
     if contestant.is_transformers:
-        statistics = steps.statistics
-        statistics.num_draft_forwards = len(draft_forwards)
-        statistics.verification = mode.verification or "greedy"
-    return Run(new_tokens, len(forwards), seconds, statistics, forwards[0] - start)
+        rows = [steps.statistics]
+        rows[0].num_draft_forwards = len(draft_forwards)
+        rows[0].verification = mode.verification or "greedy"
+    elif contestant.model is None:
+        rows = [AcceptanceStatistics() for _ in answers]
+    call_tokens = sum(map(len, answers))
+    return [
+        Run(answer, len(forwards), seconds, row, forwards[0] - start, batch_size, call_tokens)
+        for answer, row in zip(answers, rows, strict=True)
+    ]
+
+
+def _until_eos(tokens: list[int], target: Any) -> list[int]:
+    """Without the padding of a row that ended before others."""
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    found = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: found + 1]
 
 
 def _their_options(contestant: Contestant) -> dict[str, Any]:
@@ -243,56 +321,3 @@ def _their_options(contestant: Contestant) -> dict[str, Any]:
         return {"prompt_lookup_num_tokens": contestant.lookup_tokens}
     own_loop = {"speculation_type": "dflash"} if contestant.is_their_loop else {}
     return {"assistant_model": contestant.model, **own_loop}
-
-
-@contextmanager
-def count_forwards(model: torch.nn.Module | None) -> Iterator[list[float]]:
-    """A list that receives the clock's time at the end of each forward of `model`."""
-    ends: list[float] = []
-    if model is None:
-        yield ends
-        return
-    handle = model.register_forward_hook(lambda *_: ends.append(time.perf_counter()))
-    try:
-        yield ends
-    finally:
-        handle.remove()
-
-
-class StepCounter(BaseStreamer):
-    """Counts the steps of transformers' assisted generation, which keeps no statistics.
-
-    What the target is given tells how many drafts a step verifies; what is streamed behind it, how many were accepted.
-    """
-
-    def __init__(self, prompt_length: int):
-        self.statistics = AcceptanceStatistics()
-        self._known = prompt_length  # tokens of the next forward that are no drafts
-        self._given = 0
-        self._has_prompt = False
-
-    @contextmanager
-    def watch(self, target: torch.nn.Module) -> Iterator[None]:
-        """Look at each forward of `target`."""
-
-        def look(_, args, kwargs):
-            input_ids = kwargs.get("input_ids", args[0] if args else None)
-            self._given = 0 if input_ids is None else input_ids.shape[1]
-
-        handle = target.register_forward_pre_hook(look, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def put(self, value: torch.Tensor) -> None:
-        """The prompt, then the tokens of each step: accepted drafts and one of the target's own."""
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        emitted = value.numel()
-        self.statistics.record(drafted=self._given - self._known, accepted=emitted - 1, emitted=emitted)
-        self._known = 1
-
-    def end(self) -> None:
-        """Nothing is left to count."""

@@ -1,27 +1,21 @@
 """`hf-dflow bench run`: every strategy on the same prompts, by turns, under conditions that stand with the figures."""
 
-import logging
-import resource
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from hf_dflow.bench import latency
 from hf_dflow.bench.conditions import prompts_digest
-from hf_dflow.bench.evaluation import PLAIN, Answer, Plan, answer_all, as_record
+from hf_dflow.bench.evaluation import PLAIN, Answer, Plan, answer_all, as_record, batches_of, warm_up
+from hf_dflow.bench.peak_memory import NOT_ASKED, peak_of, weight_bytes
 from hf_dflow.bench.report import pooled, run_conditions
-from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant
+from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, decode_rows
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
-
-logger = logging.getLogger(__name__)
 
 BASELINE = "dflash"
 STRATEGIES = ("assisted", "prompt_lookup", "transformers_dflash", "dflash", "dflow")  # and plain, always
@@ -63,21 +57,28 @@ def run(
     prompts: Sequence[Prompt],
     *,
     output_tokens: int,
+    concurrency: int = 1,
     repeats: int = 1,
     minutes: float | None = None,
     console: Console | None = None,
     baseline: str = BASELINE,
+    workload: str = "prompts of the caller",
+    with_memory: bool = True,
 ) -> dict[str, Any]:
     """Measure, interleaved: a prompt goes through every strategy before the next; who begins changes from turn to turn.
 
     Args:
+        concurrency (`int`, *optional*, defaults to 1): Prompts that are decoded together, as one batch of `generate`;
+            see [`~hf_dflow.bench.evaluation.batches_of`]. A strategy that takes one alone is left out, with the reason.
         repeats (`int`, *optional*, defaults to 1): Turns over all prompts, for times. Counts are those of the first.
         minutes (`float`, *optional*): No prompt is begun after so long; what was left out is said.
         baseline (`str`, *optional*): The contestant that the others are compared with.
+        workload (`str`, *optional*): Where the prompts are from, in words.
+        with_memory (`bool`, *optional*, defaults to `True`): One more call of each strategy and mode, for its peak.
 
     Returns:
-        `dict`: For JSON: `modes` (counts as `evaluation.as_record`, `latency` beside them), `identity`, `rows`,
-        `conditions`.
+        `dict`: For JSON: `modes` (counts as `evaluation.as_record`, beside them `latency`, `peak_memory` and
+        `not_run`), `identity`, `rows`, `conditions`, `notes`.
     """
     # Greedy texts are always compared with the target's own, which is decoded anyway.
     plan = Plan(list(contestants), list(modes), output_tokens, with_plain=True)
@@ -86,17 +87,24 @@ def run(
     def is_over() -> bool:
         return deadline is not None and time.monotonic() > deadline
 
+    calls = batches_of(prompts, concurrency) if concurrency > 1 else [(prompt,) for prompt in prompts]
+    widest = pair.encode_batch([prompt.text for prompt in max(calls, key=_length)])
+    not_run = warm_up(pair.target, widest, plan)
+    memory = {mode.name: peak_memory(pair, plan, mode, widest, not_run[mode.name]) for mode in modes if with_memory}
     answers: list[Answer] = []
-    counted: list[Answer] = []
+    counted: dict[tuple, Answer] = {}
     for repeat in range(repeats):
         if is_over():
             break
-        numbered = [(repeat + number, prompt) for number, prompt in enumerate(prompts)]
+        numbered: Iterable[tuple[int, Any]] = [(repeat + number, call) for number, call in enumerate(calls)]
         followed = track(numbered, description=f"turn {repeat + 1}", console=console) if console else numbered
-        answers += answer_all(pair.target, pair.encode, followed, plan, is_over)
-        counted = counted or list(answers)
-    record = as_record(counted, baseline)
+        pad = pair.tokenizer.pad_token_id or 0
+        answers += answer_all(pair.target, pair.encode, followed, plan, is_over, not_run=not_run, pad=pad)
+        for answer in answers:  # a prompt that fills a batch up, or is decoded again, is counted once
+            counted.setdefault((answer.prompt.task, answer.prompt.digest, answer.mode.name, answer.seed), answer)
+    record = as_record(list(counted.values()), baseline)
     for name, found in record["modes"].items():
+        found["not_run"], found["peak_memory"] = not_run[name], memory.get(name, {})
         group = [answer for answer in answers if answer.mode.name == name]
         found["latency"] = latency.of_answers(group)
         tasks = dict.fromkeys(answer.prompt.task for answer in group)
@@ -107,22 +115,32 @@ def run(
             for one in part["contestants"].values():
                 one["wasted_ratio"] = 1.0 - one["draft_acceptance_rate"]
                 one["mean_accepted_length"] = one["tokens_per_step"]["value"] - 1.0
-    used = list(dict.fromkeys(answer.prompt for answer in counted))
-    record["conditions"] = conditions_of(pair, modes, used, output_tokens=output_tokens)
+    used = list(dict.fromkeys(answer.prompt for answer in counted.values()))
+    record["conditions"] = conditions_of(pair, modes, used, output_tokens=output_tokens, concurrency=concurrency)
     record["conditions"] |= {
+        "workload": workload,
         "repeats": repeats,
         "prompts": len(used),
-        "prompts_left_out": len(prompts) - len(used),
+        "prompts_left_out": len(set(prompts)) - len(used),
         "tasks": sorted({prompt.task for prompt in used}),
-        "measuring": "interleaved, warm-up not counted; interval: 95% bootstrap over prompts",
-        "peak_memory_bytes": peak_memory(pair.target.device),
+        "measuring": "interleaved, warm-up not counted; interval: 95% bootstrap over prompts"
+        + (
+            ""
+            if concurrency == 1
+            else f", of times over batches; a request takes as long as its batch of {concurrency}"
+        ),
+        "peak_memory": next((one["how"] for found in memory.values() for one in found.values()), NOT_ASKED),
     }
-    record["notes"] = notes(counted)
+    record["notes"] = notes(list(counted.values()))
     return record
 
 
+def _length(prompts: Sequence[Prompt]) -> int:
+    return max(len(prompt.text) for prompt in prompts)
+
+
 def conditions_of(
-    pair: Pair, modes: Sequence[Mode], prompts: Sequence[Prompt], *, output_tokens: int
+    pair: Pair, modes: Sequence[Mode], prompts: Sequence[Prompt], *, output_tokens: int, concurrency: int
 ) -> dict[str, Any]:
     """What must agree between results that are compared; see `conditions.MUST_AGREE`."""
     device = pair.target.device
@@ -134,23 +152,31 @@ def conditions_of(
         output_tokens=output_tokens,
         modes=[mode.name for mode in modes],
         decoding=", ".join(mode.name for mode in modes),
-        draft_rule="ours samples drafts and tests them against their law; prompt lookup and transformers' own match",
-        concurrency=1,
+        draft_rule="sampled drafts are tested against their law; prompt lookup's must be what the target draws",
+        concurrency=concurrency,
         prompts_sha256=prompts_digest(prompts),
     )
 
 
-def peak_memory(device: torch.device) -> dict[str, int]:
-    """Of this process so far: resident memory, and what CUDA allocated."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    found = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.max_memory_allocated(device)
+def peak_memory(pair: Pair, plan: Plan, mode: Mode, inputs: dict, not_run: dict[str, str]) -> dict[str, Any]:
+    """Of each strategy in one call that is not timed, with the longest prompts; and of the models that it needs.
+
+    Returns:
+        `dict`: By strategy, `weight_bytes`, `call_bytes` (`None` where it cannot be measured) and `how` it was.
+    """
+    found = {}
+    for one in [Contestant(PLAIN), *plan.contestants]:
+        if one.name in not_run:
+            continue
+        with peak_of(pair.target.device) as peak:
+            decode_rows(pair.target, inputs, one, mode, plan.max_new_tokens)
+        weights = weight_bytes(pair.target, one.model)
+        found[one.name] = {"weight_bytes": weights, "call_bytes": peak.bytes, "how": peak.how}
     return found
 
 
 def notes(answers: Sequence[Answer]) -> list[str]:
-    """What a reader must not miss: a strategy that does not help, and one that was not run in a mode."""
+    """What a reader must not miss: a strategy that does not help."""
     told = []
     for mode in dict.fromkeys(answer.mode.name for answer in answers):
         group = [answer for answer in answers if answer.mode.name == mode]
@@ -172,84 +198,3 @@ def mode_warning(pair: Pair) -> str | None:
     if asked == made_for:
         return None
     return f"The drafter was trained on {made_for} answers, and the template is asked for {asked} ones: expect less."
-
-
-def show(record: dict[str, Any], console: Console) -> None:
-    """Print a table for each mode and task, the conditions, and the notes."""
-    for mode, found in record["modes"].items():
-        table = Table("task", "strategy", title=mode)
-        for heading in ("tokens/step [95%]", "accepted drafts", "accepted", "wasted", "std", "forwards/token", "p50 s",
-                        "p95 s", "first token s", "tokens/s", "speed-up [95%]"):  # fmt: skip
-            table.add_column(heading, justify="right")
-        for task, part in [*found["by_task"].items(), ("all", {**found["all"], "latency": found["latency"]})]:
-            for name, times in part["latency"].items():
-                table.add_row(task, name, *_cells(part["contestants"].get(name), times))
-        console.print(table)
-    conditions = record["conditions"]
-    console.print(", ".join(f"{key}: {value}" for key, value in conditions.items()), markup=False, highlight=False)
-    console.print("tokens/step counts the bonus, accepted drafts (the mean accepted length) does not.")
-    for note in record["notes"]:
-        console.print(f"[yellow]{note}[/]")
-
-
-def _cells(counts: dict[str, Any] | None, times: dict[str, Any]) -> list[str]:
-    if counts is None:
-        drafted = ["1", *["–"] * 4]
-    else:
-        drafted = [
-            with_interval(counts["tokens_per_step"]),
-            f"{counts['mean_accepted_length']:.2f}",
-            f"{counts['draft_acceptance_rate']:.1%}",
-            f"{counts['wasted_ratio']:.1%}",
-            f"{counts['accepted_length_std']:.2f}",
-        ]
-    seconds = times["latency_seconds"]
-    return [
-        *drafted,
-        f"{times['target_forwards_per_token']:.3f}",
-        f"{seconds['p50']:.2f}",
-        f"{seconds['p95']:.2f}",
-        f"{times['first_token_seconds']['p50']:.2f}",
-        f"{times['effective_tps_with_bonus']:.1f}",
-        with_interval(times["speed_up"]) if "speed_up" in times else "1",
-    ]
-
-
-def with_interval(found: dict[str, Any]) -> str:
-    """A figure with its interval, for rich."""
-    low, high = found["interval_95"]
-    return f"{found['value']:.2f} \\[{low:.2f}, {high:.2f}]"
-
-
-def plot(record: dict[str, Any], path: Path) -> None:
-    """Draw tokens per step of every strategy by task, one panel a mode, with intervals.
-
-    Raises:
-        DFlowError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DFlowError("the plot needs matplotlib: pip install 'hf-dflow[plot]'; or leave --plot out") from error
-    modes = record["modes"]
-    picture = Figure(figsize=(5.5 * len(modes), 4), layout="constrained")
-    panels = picture.subplots(1, len(modes), sharey=True, squeeze=False)[0]
-    for panel, (mode, found) in zip(panels, modes.items(), strict=True):
-        tasks = list(found["by_task"])
-        names = list(found["all"]["contestants"])
-        width = 0.8 / len(names)
-        for place, name in enumerate(names):
-            figures = [found["by_task"][task]["contestants"][name]["tokens_per_step"] for task in tasks]
-            values = [one["value"] for one in figures]
-            spread = [
-                [max(0.0, one["value"] - one["interval_95"][0]) for one in figures],
-                [max(0.0, one["interval_95"][1] - one["value"]) for one in figures],
-            ]
-            where = [index + width * place for index in range(len(tasks))]
-            panel.bar(where, values, width, yerr=spread, capsize=2, label=name)
-        panel.set_xticks([index + 0.4 - width / 2 for index in range(len(tasks))], tasks)
-        panel.axhline(1.0, color="gray", linewidth=0.8)
-        panel.set_title(mode)
-    panels[0].set_ylabel("tokens per step, bonus counted")
-    panels[0].legend(fontsize="small")
-    picture.savefig(path, dpi=110)

@@ -188,3 +188,45 @@ def select(prompts: Sequence[Prompt], tasks: Sequence[str], per_task: int | None
         if (not tasks or prompt.task in tasks) and (per_task is None or taken[prompt.task] <= per_task):
             chosen.append(prompt)
     return tasks_in_turn(chosen)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and in words where they are from, which every record says.
+
+    Args:
+        source (`str`): Files by their names without folders.
+    """
+
+    prompts: list[Prompt]
+    source: str
+
+
+def workload(
+    *,
+    files: Sequence[str | Path] = (),
+    jsonl: Sequence[str | Path] = (),
+    dataset: str | None = None,
+    human_eval: int = 0,
+    otherwise: str | Path | None = None,
+    tasks: Sequence[str] = (),
+    per_task: int | None = None,
+) -> Workload:
+    """What a command was asked to measure on, from all its options.
+
+    Args:
+        otherwise (`Path`, *optional*): Prompts where nothing is named; the bundled ones by default.
+
+    Raises:
+        DFlowError: One of them cannot be read, or a task has no prompts.
+    """
+    own = [prompt for path in jsonl for prompt in jsonl_prompts(path)] + (dataset_prompts(dataset) if dataset else [])
+    if not (files or human_eval or own) and otherwise is not None:
+        files = [otherwise]
+    named = [] if own and not (files or human_eval) else chosen_prompts(files=files, human_eval=human_eval)
+    told = [Path(path).name for path in (*files, *jsonl)]
+    told += [f"{human_eval} of HumanEval"] * bool(human_eval)
+    told += [Path(dataset).name if dataset.startswith(("/", ".", "~")) else dataset] if dataset else []
+    told = [", ".join(told) or "the bundled prompts"]
+    told += [f"tasks: {', '.join(tasks)}"] * bool(tasks) + [f"{per_task} of each task at most"] * bool(per_task)
+    return Workload(select(list(dict.fromkeys([*named, *own])), tasks, per_task), "; ".join(told))

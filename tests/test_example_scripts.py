@@ -1,0 +1,80 @@
+"""The examples that the tiny pair runs, in this process and without network: they show what they promise."""
+
+import re
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+README = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run an example, and return what it prints."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a connection was tried")
+
+    def one(name, *options):
+        for place in ("connect", "connect_ex"):
+            monkeypatch.setattr(socket.socket, place, refuse)
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return one
+
+
+def test_batch(run):
+    """Bug: prompts padded on the right, or rows that all tell the same counts."""
+    said = run("batch.py", "--tiny", "--max-new-tokens", "24")
+    lengths = [[int(n) for n in found.split(", ")] for found in re.findall(r"step by step: \[(.*)\]", said)]
+    assert len(lengths) == 3 and len(set(map(tuple, lengths))) > 1
+    assert all(max(row) >= 2 for row in lengths), "a prompt that was shifted or padded wrongly has no draft accepted"
+    assert "all rows: " in said and "for 72 tokens" in said
+    alone = run("batch.py", "--tiny", "--max-new-tokens", "24", "airports ZRE MSL :")
+    assert alone.split("\n")[1] in said
+
+
+def test_compare_strategies(run):
+    """Bug: strategies that are left out without a word, or a winner that nobody measured."""
+    said = run("compare_strategies.py", "--tiny", "--max-new-tokens", "12", "--concurrency", "2", "airports ZRE MSL :")
+    for name in ("plain", "dflash", "dflow", "prompt_lookup", "transformers_dflash"):
+        assert re.search(rf"all +{name} ", said), name
+    assert said.count("was not run: transformers' assisted generation takes one sequence at a time") == 2
+    assert re.search(r"Fastest here: (plain|dflash|dflow)\..*'dflow': 1", said)
+
+
+def test_use_published_drafter(run):
+    """Bug: the folder is loaded instead of the name, or a drafter whose drafts nobody accepts after the export."""
+    said = run("use_published_drafter.py", "--tiny", "--max-new-tokens", "24")
+    assert said.startswith("somebody/tiny-DFlash-b8: blocks of 8")
+    assert float(re.search(r"([0-9.]+) tokens per step", said)[1]) > 2
+
+
+def test_monitor_route(run):
+    """Bug: a demonstration in which nothing is switched, or everything is."""
+    said = run("monitor_route.py", "--tiny", "--max-new-tokens", "64")
+    assert re.search(r"known to the drafter: drafting, \d+ steps with drafts and [0-2] without", said)
+    without = int(re.search(r"unknown to the drafter: \w+, \d+ steps with drafts and (\d+) without", said)[1])
+    assert without > 20 and "event: " in said and "decodes plainly" in said
+    assert 'hf_dflow_drafting{route="known to the drafter"} 1' in said
+
+
+def test_publish(run, tmp_path):
+    """Bug: an upload that was not asked for, or a card with marks that goes out."""
+    said = run("publish.py", "me/mine")
+    assert "model.safetensors" in said and "custom_generate/generate.py" in said
+    assert "Dry run" in said and "me/mine; nothing was sent" in said
+    (tmp_path / "card.md").write_text((EXAMPLES.parent / "model_cards" / "_template.md").read_text(encoding="utf-8"))
+    with pytest.raises(SystemExit, match="not ready"):
+        run("publish.py", "--card", str(tmp_path / "card.md"), "--upload")
+
+
+def test_readme_lists_every_example():
+    """Bug: an example that nobody finds."""
+    assert [path.name for path in EXAMPLES.glob("*.py") if f"examples/{path.name} " not in README] == []

@@ -1,0 +1,52 @@
+"""Tables at every width: all cells are there, whole, and no line is longer than the terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from hf_dflow.bench.tables import UNBOUNDED, print_table, report_console
+
+KEYS, MEASURES = ["task", "strategy"], ["tokens/step [95%]", "accepted", "wasted", "by position", "speed-up [95%]"]
+ROWS = [
+    ["unknown to the drafter", "transformers_dflash", "1.84 [1.71, 1.99]", "37.3%", "62.7%", "1.00 0.90", "1.4 [1, 2]"],
+    ["all", "dflow", "2.08 [1.90, 2.30]", "48.6%", "51.4%", "0.95 0.85", "1.6 [1, 3]"],
+]
+
+
+def printed(width, **options):
+    out = io.StringIO()
+    print_table(Console(file=out, width=width, **options), "T=1, token verification", KEYS, MEASURES, ROWS)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 70, 66, 60, 40, 30])
+def test_no_cell_is_cut(width):
+    """Bug: "1.84 [1…" in a narrow terminal, a figure in two lines, or markup eaten out of an interval."""
+    text = printed(width)
+    assert all(len(line) <= width for line in text.splitlines())
+    for cell in [*MEASURES, *(cell for row in ROWS for cell in row[1:])]:
+        assert cell in (text if width >= 40 else " ".join(text.split())), cell
+    assert "…" not in text
+
+
+def test_keys_stand_in_every_part():
+    """Bug: the second half of a wide table whose rows are of nobody."""
+    parts = printed(80).split(" of ")
+    assert len(parts) > 2 and printed(80).count("transformers_dflash") == len(parts) - 1
+    assert printed(200).count("transformers_dflash") == 1
+    narrow = printed(40)  # a block of lines for each row
+    assert "unknown to the drafter, transformers_dflash" in " ".join(narrow.split())
+    assert "  wasted: 62.7%" in narrow and "  wasted: 51.4%" in narrow
+
+
+def test_a_file_has_no_width(monkeypatch):
+    """Bug: the 80 columns of a terminal that is not there, in a log or a pipe."""
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    console = report_console()
+    assert console.width == UNBOUNDED
+    print_table(console, "T=0", KEYS, MEASURES, ROWS)
+    text = console.file.getvalue()
+    line = next(line for line in text.splitlines() if "transformers_dflash" in line)
+    assert all(cell in line for cell in ROWS[0])
+    assert max(map(len, text.splitlines())) < 250  # as wide as it needs, no more
