@@ -13,7 +13,7 @@ from hf_dflow.bench.workloads import read_prompts
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "serve_with_vllm.py"
 NEW_TOKENS = 12
-# Answers with what `answers.json` holds, counts 3 steps of 7 drafts and 2 accepted for each, and writes what it was told.
+# Answers with what `answers.json` holds, counts 3 steps of 7 drafts for each, 2 accepted, and notes what it was told.
 STAND_IN = """
 import json, os, pathlib
 
@@ -99,7 +99,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_what_vllm_is_told_and_what_is_recorded(run, plain_answers):
-    """Bug: vLLM drafts nothing, too little room for the last block, steps of the warm-up counted, a path in the record."""
+    """Bug: vLLM drafts nothing, has no room for the last block, earlier steps count too, a path in the record."""
     code, said, folder = run(plain_answers)
     total = len(plain_answers)
     assert code == 0
