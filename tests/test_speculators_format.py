@@ -11,7 +11,7 @@ from kit import assert_not_vacuous, dflow_greedy, plain_greedy, prompt_of
 from memorize import memorize
 from safetensors.torch import load_file, save_file
 
-from hf_dflow import DFlowDrafter, DrafterConfigError, DrafterWeightsError
+from hf_dflow import DFlowDrafter, DFlowGenerationConfig, DrafterConfigError, DrafterWeightsError
 from hf_dflow.checkpoints import dflash2
 from hf_dflow.generation._compat import capture_features
 
@@ -194,3 +194,29 @@ def test_a_recorded_number_of_drafts_becomes_the_default(tmp_path, target):
     edit(tmp_path, speculators_config=settings)
     config = DFlowDrafter.from_pretrained(tmp_path).config
     assert config.generation_defaults == {"num_draft_tokens": 2} and config.target_name == "org/target"
+
+
+@pytest.mark.parametrize("name", ["mixed", "from the anchor", "dflash2, from the anchor"])
+def test_a_relay_on_top_and_the_way_back(name, tmp_path, target):
+    """Bug: a relay that a converted drafter takes and never hears, that changes the text, or is lost in saving."""
+    oracle.make_folder(tmp_path / "theirs", target, **oracle.VARIANTS[name])
+    drafter = DFlowDrafter.from_pretrained(tmp_path / "theirs", use_relay=True).double()
+    prompt = prompt_of(PROMPT_LENGTH)
+    text = plain_greedy(target, prompt, NEW_TOKENS + BLOCK_SIZE + 1)
+    memorize(drafter, target, text, prompt_length=PROMPT_LENGTH)
+    untrained = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS).statistics.per_step_accepted
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for layer, size in ((drafter.relay.up_proj, 0.02), (drafter.relay.down_proj, 0.3)):
+            layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * size)
+    drafter.save_pretrained(tmp_path / "ours")
+    again = DFlowDrafter.from_pretrained(tmp_path / "ours", dtype=torch.float64)
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in drafter.state_dict().items())
+    found = dflow_greedy(target, again, prompt, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(found.sequences, text[:, : PROMPT_LENGTH + NEW_TOKENS])
+    assert_not_vacuous(found.statistics)
+    assert found.statistics.per_step_accepted != untrained
+    config = DFlowGenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
+    config.use_relay = False
+    off = target.generate(prompt, assistant_model=again, generation_config=config)
+    assert off.statistics.per_step_accepted == untrained
