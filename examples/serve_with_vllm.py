@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,8 @@ def main(arguments: argparse.Namespace) -> int:
     from hf_dflow.bench.workloads import DEMO, read_prompts
     from hf_dflow.checkpoints.export import export_drafter
 
+    if shutil.which(arguments.vllm_python) is None:
+        raise SystemExit(f"--vllm-python {arguments.vllm_python} is no program; give one such as vllm-env/bin/python")
     target = arguments.target or str(smollm2_folder())
     pair = load_pair(arguments.target, arguments.drafter, getattr(torch, arguments.dtype))
     inputs = [pair.encode(prompt.text) for prompt in read_prompts(arguments.prompts or DEMO)]

@@ -71,6 +71,7 @@ def check(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     tiny: TinyOption = False,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
     threads: ThreadsOption = None,
 ) -> None:
     """Compare greedy text with and without a drafter; exit code 1 on a difference that is no rounding."""
@@ -88,8 +89,8 @@ def check(
             raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(types)}")
         target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
         workload = read_prompts(prompts or own_prompts or DEMO)
-        pair = load_pair(target, drafter, types[dtype])
-        check_pair(pair.target, pair.drafter, pair.tokenizer)
+        pair = load_pair(target, drafter, types[dtype], thinking=thinking)
+        check_pair(pair.target, pair.drafter, pair.tokenizer, pair.chat_mode)
         reports = []
         for prompt in workload:
             report = compare_with_plain(pair.target, pair.drafter, pair.encode(prompt.text), max_new_tokens)

@@ -33,29 +33,41 @@ TABLE = (
     Drafter("smollm2-135m-instruct-b8", "HuggingFaceTB/SmolLM2-135M-Instruct", "dflow", 8, "apache-2.0", "chat"),
     Drafter("tiny-airports-b8", "tiny-airports-b8/target", "dflow", 8, "apache-2.0", "raw"),
     # README.md of z-lab/dflash on GitHub, commit 0a2da23, "Supported Models": repository, target (its maker's name is
-    # added) and thinking mode; the block is in the name, or that of the serving examples. No licence of the weights.
+    # added) and thinking mode; the block is in the name, or that of the serving examples.
+    # Licences: what other projects noted of the repository's card at a commit. MIT: ds4_on_spark's manifest of
+    # upstreams (experiencenow-ai, 11 May 2026); of Qwen3-Coder-Next, the repository's own commit 6b1027e. Where nobody
+    # noted one, or two notes differ (Qwen3.6-35B-A3B), there is none here.
     Drafter("z-lab/Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B", "dflash", 16, None, "non-thinking"),
     Drafter("z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B", "dflash", 16, None, "non-thinking"),
     Drafter("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "meta-llama/Llama-3.1-8B-Instruct", "dflash"),
-    Drafter("z-lab/Qwen3-Coder-Next-DFlash", "Qwen/Qwen3-Coder-Next", "dflash"),
-    Drafter("z-lab/Qwen3-Coder-30B-A3B-DFlash", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "dflash"),
-    Drafter("z-lab/gpt-oss-20b-DFlash", "openai/gpt-oss-20b", "dflash"),
-    Drafter("z-lab/gpt-oss-120b-DFlash", "openai/gpt-oss-120b", "dflash"),
+    Drafter("z-lab/Qwen3-Coder-Next-DFlash", "Qwen/Qwen3-Coder-Next", "dflash", None, "mit"),
+    Drafter("z-lab/Qwen3-Coder-30B-A3B-DFlash", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "dflash", None, "mit"),
+    Drafter("z-lab/gpt-oss-20b-DFlash", "openai/gpt-oss-20b", "dflash", None, "mit"),
+    Drafter("z-lab/gpt-oss-120b-DFlash", "openai/gpt-oss-120b", "dflash", None, "mit"),
     Drafter("z-lab/Qwen3.5-4B-DFlash", "Qwen/Qwen3.5-4B", "dflash"),
     Drafter("z-lab/Qwen3.5-9B-DFlash", "Qwen/Qwen3.5-9B", "dflash"),
-    Drafter("z-lab/Qwen3.5-27B-DFlash", "Qwen/Qwen3.5-27B", "dflash", 16),
+    Drafter("z-lab/Qwen3.5-27B-DFlash", "Qwen/Qwen3.5-27B", "dflash", 16, "mit"),
     Drafter("z-lab/Qwen3.5-35B-A3B-DFlash", "Qwen/Qwen3.5-35B-A3B", "dflash", 16),
     Drafter("z-lab/Qwen3.5-122B-A10B-DFlash", "Qwen/Qwen3.5-122B-A10B", "dflash"),
-    Drafter("z-lab/Qwen3.6-27B-DFlash", "Qwen/Qwen3.6-27B", "dflash"),
+    Drafter("z-lab/Qwen3.6-27B-DFlash", "Qwen/Qwen3.6-27B", "dflash", None, "mit"),
     Drafter("z-lab/Qwen3.6-35B-A3B-DFlash", "Qwen/Qwen3.6-35B-A3B", "dflash"),
     Drafter("z-lab/Kimi-K2.5-DFlash", "moonshotai/Kimi-K2.5", "dflash"),
-    # The Hub's collection "DFlash 2" of z-lab; block: tests/fixtures/dflash2-config.json of z-lab/dflash, 0a7587c
+    # The Hub's collection "DFlash 2" of z-lab; block: tests/fixtures/dflash2-config.json of z-lab/dflash, 0a7587c, and
+    # the card of lued/Qwen3.8-27B-DFlash2-W8, made from it; licence: README of gittensor-ai-lab's sparkinfer
     Drafter("z-lab/Muse-Glimmer-30B-DFlash2", "meta-models/Muse-Glimmer-30B", "dflash2", 16),
-    Drafter("z-lab/Qwen3.8-27B-DFlash2", "Qwen/Qwen3.8-27B", "dflash2"),
+    Drafter("z-lab/Qwen3.8-27B-DFlash2", "Qwen/Qwen3.8-27B", "dflash2", 8, "apache-2.0"),
     # transformers 5.24, configuration_muse_glimmer_assistant.py: checkpoint and the default block
     Drafter("meta-models/Muse-Glimmer-30B-assistant", "meta-models/Muse-Glimmer-30B", "transformers", 16),
-    # The model card of the repository on the Hub
+    # README.md of vllm-project/speculators, and each repository's card: mode where it says with or without reasoning,
+    # licence where the Hub's page shows one
     Drafter("RedHatAI/Mistral-Small-4-119B-2603.dflash", "mistralai/Mistral-Small-4-119B-2603", "speculators"),
+    Drafter("RedHatAI/Qwen3-8B-speculator.dflash", "Qwen/Qwen3-8B", "speculators"),
+    Drafter("RedHatAI/Qwen3-8B-speculator.dflash2", "Qwen/Qwen3-8B", "speculators", None, None, "non-thinking"),
+    Drafter("RedHatAI/Qwen3-4B-speculator.dflash2", "Qwen/Qwen3-4B", "speculators", None, "apache-2.0"),
+    Drafter("RedHatAI/Qwen3-30B-A3B-speculator.dflash", "Qwen/Qwen3-30B-A3B", "speculators"),
+    Drafter(
+        "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash", "Qwen/Qwen3-30B-A3B-Instruct-2507", "speculators"
+    ),
 )
 
 

@@ -12,15 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from hf_dflow import DFlowDrafter
 
-KINDS = ("dflash", "dflash2", "speculators", "transformers")
+KINDS = ("dflash", "dflash2", "speculators", "speculators2", "transformers")  # speculators2: their own DFlash 2
 SLIDING = {"full": None, "sliding": ["sliding_attention"] * 2, "mixed": ["sliding_attention", "full_attention"]}
 # The largest distance that a sliding layer sees, as each format counts its window.
-REACH = {"dflash": WINDOW - 1, "dflash2": WINDOW - 1, "speculators": WINDOW, "transformers": WINDOW}
+REACH = {kind: WINDOW - 1 if kind.startswith("dflash") else WINDOW for kind in KINDS}
 # Where config.json names the tapped layers, and how far from `hidden_states`' own count.
 TAPS = {
     "dflash": ("dflash_config.target_layer_ids", 1),
     "dflash2": ("dflash_config.target_layer_ids", 1),
     "speculators": ("aux_hidden_state_layer_ids", 0),
+    "speculators2": ("aux_hidden_state_layer_ids", 0),
     "transformers": ("target_layer_ids", 1),
 }
 # The key that says what the test means by it, in each layout.
@@ -36,6 +37,7 @@ KEYS = {
         ("dflash", "dflash_config.", ""),
         ("dflash2", "dflash_config.", ""),
         ("speculators", "", "transformer_layer_config."),
+        ("speculators2", "", "transformer_layer_config."),
         ("transformers", "", ""),
     )
 }
@@ -48,9 +50,9 @@ def write(kind: str, path, target, layers: str = "mixed", **fields) -> None:
     if kind == "transformers":
         native.make_folder(path, target, "mixed", block_size=BLOCK_SIZE, target_layer_ids=TARGET_LAYER_IDS,
                            layer_types=types or ["full_attention"] * 2, **fields)  # fmt: skip
-    elif kind == "speculators":
-        slides = {"num_hidden_layers": 2, **slides}
-        speculators_oracle.make_folder(path, target, layers=slides, **fields)
+    elif kind.startswith("speculators"):
+        theirs = "dflash2" if kind == "speculators2" else "dflash"
+        speculators_oracle.make_folder(path, target, kind=theirs, layers={"num_hidden_layers": 2, **slides}, **fields)
     else:
         make = dflash_oracle.make_dflash_folder if kind == "dflash" else dflash_oracle.make_dflash2_folder
         make(path, num_hidden_layers=2, **slides, **fields)

@@ -107,6 +107,14 @@ class Handler(BaseHTTPRequestHandler):
         self._say("The")
         self.wfile.write(b"0\r\n\r\n")
 
+    def _finished(self, attempt):
+        """Ends with a reason and the count instead of [DONE], as transformers' server does."""
+        self._start()
+        self._say("The")
+        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}], "usage": {"completion_tokens": 3}}
+        self._event(end)
+        self.wfile.write(b"0\r\n\r\n")
+
     def _busy(self, attempt):
         if attempt == 1:
             self._head(429, {"Retry-After": "0.05", "Content-Length": "0"})

@@ -14,6 +14,7 @@ import pytest
 import torch
 from dflash_oracle import (
     BLOCK_SIZE,
+    DFLASH2,
     HIDDEN_SIZE,
     MASK_TOKEN_ID,
     SIZES,
@@ -37,6 +38,10 @@ VARIANTS = {
     "reduced vocabulary": {"draft_vocab_size": len(DRAFT_VOCAB)},
     "from the anchor": {"sample_from_anchor": True, "layers": MIXED},
     "from the anchor, reduced": {"sample_from_anchor": True, "draft_vocab_size": len(DRAFT_VOCAB)},
+    "dflash2": {"kind": "dflash2"},
+    "dflash2, mixed": {"kind": "dflash2", "layers": MIXED},
+    "dflash2, causal": {"kind": "dflash2", "layers": SLIDING, "sliding_window_non_causal": False},
+    "dflash2, from the anchor": {"kind": "dflash2", "sample_from_anchor": True, "own_embedding": True},
 }
 
 
@@ -53,13 +58,13 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def load_speculators():
-    """`speculators.models.dflash`, or a skip."""
+def load_speculators(kind: str = "dflash"):
+    """`speculators.models.dflash` or another module beside it, or a skip."""
     pytest.importorskip("pydantic")
     finder, before = _StandIns(), set(sys.modules)
     sys.meta_path.append(finder)
     try:
-        module = pytest.importorskip("speculators.models.dflash")
+        module = pytest.importorskip(f"speculators.models.{kind}")
     finally:
         sys.meta_path.remove(finder)
         for name in set(sys.modules) - before:  # nobody else shall find the stand-ins
@@ -68,29 +73,34 @@ def load_speculators():
     return module
 
 
-def make_folder(path, target, *, layers: dict | None = None, own_embedding: bool = False, **config):
-    """Write a random checkpoint to `path`, and return the `DFlashDraftModel` behind it with `target`'s weights in it.
+def make_folder(
+    path, target, *, kind: str = "dflash", layers: dict | None = None, own_embedding: bool = False, **config
+):
+    """Write a random checkpoint to `path`, and return the model behind it with `target`'s weights in it.
 
     Args:
         target: A tiny Qwen3 target, whose embedding and head the drafter shares.
+        kind (`str`): "dflash" or "dflash2".
         layers (`dict`, *optional*): More fields of the draft layers' configuration.
         own_embedding (`bool`): Keep the embedding in the file, as older releases of speculators did.
         config: Fields of `DFlashSpeculatorConfig`.
     """
-    module = load_speculators()
+    module = load_speculators(kind)
+    prefix = {"dflash": "DFlash", "dflash2": "DFlash2"}[kind]
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     layer_config = Qwen3Config(**{**SIZES, "num_hidden_layers": 3, **(layers or {})})
     layer_config._attn_implementation = "eager"
     fields = {"draft_vocab_size": VOCAB_SIZE, "block_size": BLOCK_SIZE, "mask_token_id": MASK_TOKEN_ID, **config}
+    fields |= DFLASH2 if kind == "dflash2" else {}
     drafts = BLOCK_SIZE if config.get("sample_from_anchor") else BLOCK_SIZE - 1
-    model = module.DFlashDraftModel(
-        module.DFlashSpeculatorConfig(
+    model = getattr(module, f"{prefix}DraftModel")(
+        getattr(module, f"{prefix}SpeculatorConfig")(
             transformer_layer_config=layer_config,
             aux_hidden_state_layer_ids=[i + 1 for i in TARGET_LAYER_IDS],
             speculators_config=SpeculatorsConfig(
-                algorithm="dflash",
+                algorithm=kind,
                 proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=drafts)],
                 default_proposal_method="greedy",
                 verifier=VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
@@ -129,15 +139,21 @@ def oracle_logits(model, token_ids: torch.Tensor, features: torch.Tensor, anchor
 
     `features` `[1, T, taps * H]` are the tapped states; those from `anchor` on must not matter.
     """
+    return oracle_block(model, token_ids, features, anchor)[1]
+
+
+@torch.no_grad()
+def oracle_block(model, token_ids: torch.Tensor, features: torch.Tensor, anchor: int):
+    """Final states `[L, H]` behind these logits, and the logits."""
     length = token_ids.shape[1]
     loss_mask = torch.zeros(1, length)
     loss_mask[0, anchor] = 1  # the only anchor that can be chosen
-    _, logits, *_ = model._backbone_forward(
+    hidden, logits, *_ = model._backbone_forward(
         features,
         token_ids,
         loss_mask,
-        torch.zeros(1, length, HIDDEN_SIZE),
+        torch.zeros(1, length, HIDDEN_SIZE, dtype=features.dtype),
         torch.zeros(1, length, dtype=torch.long),
         max_anchors=1,
     )
-    return logits[0]
+    return hidden[0], logits[0]

@@ -30,6 +30,8 @@ ROW_KEYS = {
 class TinyTokenizer:
     """Every prompt is the same few ids; enough of a tokenizer for the benchmarks."""
 
+    chat_template = None
+
     def apply_chat_template(self, messages, **kwargs):
         ids = torch.tensor([PROMPT_IDS])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -94,7 +94,11 @@ SHARING = {
     "own reduced head": ("llama", {"draft_vocab_size": len(DRAFT_VOCAB)}),
     "head of which only forward can be used": ("llama", {}),
 }
-ONLY = {"draft_config": ("dflash", "dflash2"), "own_embedding": ("speculators",), "draft_vocab_size": ("speculators",)}
+ONLY = {
+    "draft_config": ("dflash", "dflash2"),
+    "own_embedding": ("speculators", "speculators2"),
+    "draft_vocab_size": ("speculators",),
+}
 CASES = [
     (kind, name) for kind in KINDS for name, (_, fields) in SHARING.items() if all(kind in ONLY[key] for key in fields)
 ]
@@ -122,7 +126,8 @@ def test_logits_are_what_the_format_says(kind, name, tmp_path):
 
     # Written out: what the drafter reads, what turns its states into logits.
     table = target.get_input_embeddings()
-    rows = {"transformers": table, "speculators": drafter.embed_tokens}.get(kind) or (lambda ids: table.weight[ids])
+    own = table if kind == "transformers" else drafter.embed_tokens
+    rows = own or (lambda ids: table.weight[ids])
     scale = SCALES["input_embedding_scale"] if fields.get("draft_config") else 1.0
     block = torch.tensor([tokens[-1:] + [MASK_TOKEN_ID] * (BLOCK_SIZE - 1)])
     states = target(prompt, output_hidden_states=True).hidden_states
@@ -139,7 +144,7 @@ def test_logits_are_what_the_format_says(kind, name, tmp_path):
         expected = everything
     expected[:, MASK_TOKEN_ID] = -torch.inf
     laws = next(draft.logits[0] for draft in recorder.blocks if draft.token_ids.numel()).to(expected)
-    if kind == "dflash2":  # it draws from a few candidates, chosen by these logits
+    if kind in ("dflash2", "speculators2"):  # it draws from a few candidates, chosen by these logits
         chosen = laws.isfinite()
         assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, expected.topk(5).indices, True))
     else:

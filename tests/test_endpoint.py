@@ -53,6 +53,13 @@ def test_pieces_of_any_size(server):
     assert one.text == "né" and one.tokens == 1 and summary["tokens_counted_by"] == "pieces of text"
 
 
+def test_a_reason_to_end_is_an_end(server):
+    """Bug: whole answers called cut, because not every server says [DONE]."""
+    (one,), summary = load(server, ["finished"], retries=0)
+    assert one.outcome == "ok" and one.text == "The" and one.tokens == 3
+    assert summary["outcomes"] == {"ok": 1} and summary["tokens_counted_by"] == "the server"
+
+
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [
@@ -148,16 +155,34 @@ def test_command(server, tmp_path, monkeypatch):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text('{"prompt": "ok 1", "task": "chat"}\n{"prompt": "busy", "task": "code"}\n')
     options = ["--endpoint", server.url, "--model", "tiny", "--jsonl", str(prompts), "--json", str(out)]
+    options += ["--server", "stand-in 1"]
     result = CliRunner().invoke(app, ["bench", "endpoint", *options, "--concurrency", "2"])
     assert result.exit_code == 0, result.output
     record = json.loads(out.read_text())
     assert KEY not in result.output + out.read_text()
     assert record["all"]["outcomes"] == {"ok": 2} and set(record["by_task"]) == {"chat", "code"}
     assert record["acceptance"]["draft_acceptance_rate"] == 0.75
-    assert record["conditions"]["concurrency"] == 2 and record["conditions"]["target"] == "tiny"
+    conditions = record["conditions"]
+    assert conditions["concurrency"] == 2 and conditions["target"] == "tiny" and conditions["server"] == "stand-in 1"
+    assert "torch" not in conditions["versions"]  # of a client it says nothing
     prompts.write_text('{"prompt": "cut"}\n')
-    failed = CliRunner().invoke(app, ["bench", "endpoint", *options[:-2]])
+    failed = CliRunner().invoke(app, ["bench", "endpoint", *options])
     assert failed.exit_code == 1 and "cut" in failed.output
+
+
+@pytest.mark.parametrize(
+    ("model", "recorded"),
+    [
+        ("/home/somebody/models/tiny/", "tiny"),
+        ("./models/tiny", "tiny"),
+        ("C:\\models\\tiny", "tiny"),
+        ("org/tiny", "org/tiny"),
+        ("tiny", "tiny"),
+    ],
+)
+def test_a_record_holds_no_path_of_the_server(model, recorded):
+    """Bug: a folder of somebody's machine in a record that is published, or a repository without its owner."""
+    assert EndpointSettings("http://host/v1", model).model_name == recorded
 
 
 @pytest.mark.parametrize(

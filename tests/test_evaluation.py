@@ -225,6 +225,8 @@ def test_workloads_add_up_and_people_s_own_texts_stay_out_of_records(tmp_path, c
 class TinyTokenizer:
     """Ids of a prompt's length."""
 
+    chat_template = None
+
     def apply_chat_template(self, messages, **kwargs):
         return inputs_of(prompt_of(4 + len(messages[0]["content"])))
 

@@ -1,5 +1,7 @@
 """The real model, its conversion, and the examples, offline. Slow for tests: seconds each."""
 
+import hashlib
+import json
 import os
 import re
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_dflow import DFlowDrafterConfig, tokenizer_fingerprint
 from hf_dflow.bench.runners import load_pair, run_strategy
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, is_available, smollm2_folder
 from hf_dflow.bench.workloads import DEMO, read_prompts
@@ -54,6 +57,51 @@ def test_conversion_gives_a_plain_llama_that_answers():
     output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
     assert "llama_cpp" not in sys.modules
+
+
+# Of the Hub's file for HuggingFaceTB/SmolLM2-135M-Instruct.
+TOKENIZER_SHA256 = "9ca9acddb6525a194ec8ac7a87f24fbba7232a9a15ffa1af0c1224fcd888e47c"
+
+
+@needs_smollm2
+def test_the_recorded_tokenizer_is_also_the_hubs():
+    """Bug: a fingerprint of what the GGUF file makes of the tokenizer, which warns of the very target it was made for.
+
+    Tokens, ids and merges of the converted tokenizer, written as the Hub's tokenizer.json has them around them, give
+    that file byte by byte.
+    """
+    raw = json.loads((smollm2_folder() / "tokenizer.json").read_text())
+    model = raw["model"]
+    vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [{"id": i, "content": token, **flags, "special": True} for token, i in list(vocab.items())[:17]]
+    bytes_first = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    hubs = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, bytes_first],
+        },
+        "post_processor": None,
+        "decoder": {**bytes_first, "add_prefix_space": True},
+        "model": {
+            "type": "BPE",
+            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
+            "vocab": vocab,
+            "merges": [one if isinstance(one, str) else " ".join(one) for one in model["merges"]],
+        },
+    }
+    text = json.dumps(hubs, indent=2, ensure_ascii=False)
+    assert hashlib.sha256(text.encode()).hexdigest() == TOKENIZER_SHA256
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    assert tokenizer.get_vocab() == vocab
+    recorded = DFlowDrafterConfig.from_pretrained(BUNDLED_DRAFTER).tokenizer_fingerprint
+    assert recorded == tokenizer_fingerprint(tokenizer)
 
 
 needs_drafter = pytest.mark.skipif(

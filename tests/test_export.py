@@ -1,5 +1,6 @@
 """Our drafters in others' layouts: read there with the same numbers, and back here without a bit lost."""
 
+import copy
 import json
 
 import dflash_oracle as tiny
@@ -31,6 +32,7 @@ TO_SPECULATORS = {
     "sliding, not causal": {**SLIDING, "window_from_anchor": True},
     "reduced vocabulary": {"draft_vocab_size": len(oracle.DRAFT_VOCAB), "output_head": "own"},
     "from the anchor": {"sample_from_anchor": True, "generation_defaults": {"num_draft_tokens": 3}},
+    "DFlash 2": {**DFLASH2, **SLIDING, "window_from_anchor": True},
 }
 
 
@@ -94,20 +96,27 @@ def test_zlabs_reader_computes_the_same(name, tmp_path, target):
 @torch.no_grad()
 def test_speculators_reader_computes_the_same(name, tmp_path, target):
     """Bug: layers named by our ids, ids where differences belong, a block of one row too few."""
-    module = oracle.load_speculators()
+    kind, reader = ("dflash2", "DFlash2DraftModel") if name == "DFlash 2" else ("dflash", "DFlashDraftModel")
+    module = oracle.load_speculators(kind)
     target.save_pretrained(tmp_path / "target")
     drafter = make(target, target_name=str(tmp_path / "target"), **TO_SPECULATORS[name])
     export_drafter(drafter, tmp_path / "theirs", "speculators")
-    theirs = module.DFlashDraftModel.from_pretrained(tmp_path / "theirs").eval()
+    theirs = getattr(module, reader).from_pretrained(tmp_path / "theirs").eval().double()
     theirs.config.transformer_layer_config._attn_implementation = "eager"
     theirs._create_mask_fn = oracle.eager_mask()
     assert theirs.target_layer_ids == [i + 1 for i in tiny.TARGET_LAYER_IDS]
-    token_ids, features = prompt_of(40), features_of(40)
-    for anchor in (WINDOW - 1, 30):
-        expected = spread(oracle.oracle_logits(theirs, token_ids, features, anchor), theirs.use_draft_vocab)
-        found = our_logits(drafter, target, token_ids, features, anchor)
-        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert_same(drafter, tmp_path / "theirs")
+    wide, target = drafter.double(), copy.deepcopy(target).double()
+    token_ids, features = prompt_of(40), features_of(40).double()
+    for anchor in (WINDOW - 1, 30):
+        hidden, expected = oracle.oracle_block(theirs, token_ids, features, anchor)
+        expected = spread(expected, theirs.use_draft_vocab)
+        found = our_logits(wide, target, token_ids, features, anchor)
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    if kind == "dflash2":
+        ids, scores = theirs.candidate_selector.select(expected[2:3], hidden[2:3], torch.tensor([9]))
+        law = wide.candidate_selector.candidates(hidden[None, 2:3], found[None, 2:3]).logits(0, torch.tensor([9]), 64)
+        torch.testing.assert_close(law[0, ids[0]], scores[0], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("to", ["dflash", "speculators"])
@@ -145,7 +154,7 @@ def test_what_a_layout_lacks_is_kept_aside(to, tmp_path, target):
         ("dflash", {"vocab_size": None}, "vocab_size"),
         ("speculators", SLIDING, "from each row"),
         ("speculators", {"output_multiplier": 2.0}, "logits"),
-        ("speculators", DFLASH2, "DFlash 2"),
+        ("speculators", {"selector_rank": 6, "selector_top_k": 5}, "not both"),
         ("gguf", {}, "use one of dflash, speculators"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from hf_dflow import DFlowDrafter
+from hf_dflow import DFlowDrafter, tokenizer_fingerprint
 from hf_dflow.bench.lab import __main__ as lab
 from hf_dflow.bench.lab import corpora
 from hf_dflow.bench.lab.experiment import KINDS, DrafterRecipe, Lab, measure, training_config
@@ -68,6 +68,7 @@ def test_exported_pair_loads_and_takes_plain_prompts(folder):
     chat = [{"role": "user", "content": "w3 w4"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert tokenizer.decode(ids) == "w3 w4"
+    assert drafter.config.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
 
 
 def test_steps_are_what_the_target_was_asked(folder):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from typer.testing import CliRunner
 
 from hf_dflow import DFlowDrafter, UnknownDrafterError, cli
 from hf_dflow.checkpoints import FORMATS
+from hf_dflow.generation.configuration import CHAT_MODES
 from hf_dflow.hub import BUNDLED, TABLE, drafter_for, drafters_for
 
+ROOT = Path(__file__).parent.parent
 NAME = "org/drafter"
 LOAD = """
 import json, sys
@@ -142,6 +145,12 @@ def test_the_table_is_sound():
         config = json.loads((path / "config.json").read_text())
         row = next(row for row in TABLE if row.name == name)
         assert row.block_size == config["block_size"]
+    assert all(row.chat_mode in (None, *CHAT_MODES) for row in TABLE)
+    licences = {row.licence for row in TABLE}
+    assert licences <= {None, "apache-2.0", "mit"}  # identifiers of the Hub's list
+    for name in BUNDLED:
+        card = (ROOT / "model_cards" / f"{name}.md").read_text(encoding="utf-8")
+        assert f"license: {next(row.licence for row in TABLE if row.name == name)}\n" in card
 
 
 def test_the_command_lists_them():

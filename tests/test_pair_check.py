@@ -2,13 +2,27 @@
 
 import json
 
+import data_kit
 import pytest
 import torch
 from kit import dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import LlamaConfig
+from typer.testing import CliRunner
 
-from hf_dflow import DFlowDrafter, PairMismatchError, check_pair, record_target, tokenizer_fingerprint
+from hf_dflow import (
+    DFlowDecoder,
+    DFlowDrafter,
+    DFlowGenerationConfig,
+    PairMismatchError,
+    UnsupportedGenerationError,
+    check_pair,
+    record_target,
+    tokenizer_fingerprint,
+)
+from hf_dflow.bench import runners
+from hf_dflow.cli import app
 from hf_dflow.generation import pair
+from hf_dflow.training.templates import asked_mode
 
 REVISION = "a" * 40
 
@@ -114,6 +128,87 @@ def test_padding_and_another_vocabulary_are_told_apart(drafter_size, target_size
     """Bug: "different tokenizers" for one vocabulary in two paddings, or silence about two vocabularies."""
     ours, target = LlamaConfig(vocab_size=drafter_size), LlamaConfig(vocab_size=target_size)
     assert pair._may_be_padding(ours, target) is is_padding
+
+
+ASKED = {"another mode": ("thinking", 1), "the same": ("non-thinking", 0), "not said": (None, 0)}
+
+
+@pytest.mark.parametrize("way", ["flag", "custom_generate"])
+@pytest.mark.parametrize("case", ASKED)
+def test_generate_compares_the_mode_it_is_told(case, way, warnings):
+    """Bug: `chat_mode` reaches neither way of decoding, warns at each step, or changes the text."""
+    mode, number = ASKED[case]
+    target, prompt = named_target(), prompt_of(5)
+    drafter = tiny_drafter(target, **RECORDED)
+    config = DFlowGenerationConfig(max_new_tokens=8, do_sample=False, chat_mode=mode)
+    if way == "flag":
+        arguments = {"assistant_model": drafter, "generation_config": config}
+    else:
+        arguments = {"custom_generate": DFlowDecoder(drafter, chat_mode=mode), "max_new_tokens": 8, "do_sample": False}
+    texts = [target.generate(prompt, **arguments) for _ in range(2)]
+    assert len(warnings) == number and all("asked for is 'thinking'" in one for one in warnings)
+    assert all(torch.equal(text, plain_greedy(target, prompt, 8)) for text in texts)
+
+
+def test_a_mode_that_is_none(warnings):
+    """Bug: a mistyped mode that warns of every drafter, or of none."""
+    target = named_target()
+    config = DFlowGenerationConfig(max_new_tokens=4, chat_mode="no-thinking")
+    with pytest.raises(UnsupportedGenerationError, match="non-thinking"):
+        target.generate(prompt_of(5), assistant_model=tiny_drafter(target), generation_config=config)
+
+
+def test_generate_compares_the_tokenizer_it_is_given(warnings, monkeypatch):
+    """Bug: `tokenizer=` is ignored, its vocabulary hashed at every call, or tokens added later not seen."""
+    hashed = []
+    compute = pair.tokenizer_fingerprint
+    monkeypatch.setattr(pair, "tokenizer_fingerprint", lambda one: hashed.append(1) or compute(one))
+    target, tokenizer = named_target(), tiny_tokenizer()
+    drafter = tiny_drafter(target, tokenizer_fingerprint=compute(tokenizer), **RECORDED)
+    for _ in range(3):
+        dflow_greedy(target, drafter, prompt_of(5), max_new_tokens=4, tokenizer=tokenizer)
+    assert warnings == [] and len(hashed) == 1
+    tokenizer.add_tokens(["<new>"])
+    dflow_greedy(target, drafter, prompt_of(5), max_new_tokens=4, tokenizer=tokenizer)
+    assert len(warnings) == 1 and "tokenizer" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "template, thinking, mode",
+    [
+        (data_kit.THINKING, True, "thinking"),
+        (data_kit.THINKING, False, "non-thinking"),
+        (data_kit.THINKING, None, "thinking"),  # what it does unasked
+        (data_kit.CHATML, None, "chat"),
+        (data_kit.CHATML, False, "chat"),  # it does not know the switch
+        (None, None, None),
+    ],
+)
+def test_how_a_template_asks(template, thinking, mode):
+    """Bug: the flag believed where the template never reads it, or the template's own default not looked at."""
+    assert asked_mode(data_kit.chat_tokenizer(template), thinking) == mode
+
+
+@pytest.mark.parametrize("flags, number", [(["--no-thinking"], 0), (["--thinking"], 1), ([], 1)])
+def test_the_check_command_compares_the_mode(flags, number, warnings, monkeypatch, tmp_path):
+    """Bug: `hf-dflow check` asks in another mode than the drafter was made for, and says nothing."""
+    tokenizer = data_kit.chat_tokenizer(data_kit.THINKING)
+    target = named_target(vocab_size=len(tokenizer))
+    drafter = tiny_drafter(target, **RECORDED)
+    seen = []
+
+    def load(*_, thinking=None, **__):
+        seen.append(runners.Pair(target, drafter, tokenizer, "tiny", thinking))
+        return seen[-1]
+
+    monkeypatch.setattr(runners, "load_pair", load)
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text('{"chat": ["What is the capital?"]}')
+    result = CliRunner().invoke(app, ["check", "--prompts", str(prompts), "--max-new-tokens", "4", *flags])
+    assert result.exit_code == 0, result.output
+    assert len(warnings) == number and all("'non-thinking', asked for is 'thinking'" in one for one in warnings)
+    asked = tokenizer.decode(seen[0].encode("What")["input_ids"][0])
+    assert ("<think>\n\n</think>" in asked) == (flags == ["--no-thinking"])
 
 
 def test_an_equal_fingerprint_settles_the_vocabulary(warnings):

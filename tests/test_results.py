@@ -7,6 +7,7 @@ import pytest
 
 from hf_dflow.bench import gain_curve
 from hf_dflow.bench.lab.report import as_markdown, read_results, summarise, summarise_tasks
+from hf_dflow.cards import MACHINE_PATHS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "model_cards").glob("smollm2*.md")]
@@ -86,6 +87,35 @@ def test_records_say_what_they_depend_on():
         assert record["modes"]["T=0"]["all"]["prompts"] == len(record["rows"]) == record["conditions"]["prompts"]
         assert "sharegpt" not in {row["task"] for row in record["rows"] if "prompt" in row}
         assert record["modes"]["T=0"]["all"]["contestants"].keys() - {NO_CORRECTION} == set(KINDS)
+
+
+def endpoint_row(record):
+    """One line of the table in docs/measure-a-server.md."""
+    load, times, drafts = record["all"], record["all"]["latency"], record["acceptance"]
+    conditions = record["conditions"]
+    cells = [conditions["server"].split(",")[0], str(conditions["concurrency"])]
+    cells.append(f"{load['outcomes'].get('ok', 0)} of {load['requests']}")
+    cells += [f"{times['latency_seconds'][key]:.1f}" for key in ("p50", "p95")]
+    cells += [f"{times['first_token_seconds']['p50']:.1f}", f"{load['effective_tps_with_bonus']:.1f}"]
+    if drafts is None:
+        cells += ["–", "–"]
+    else:
+        cells += [f"{drafts['tokens_per_step']:.2f}", f"{drafts['draft_acceptance_rate']:.1%}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_servers_were_measured_as_printed():
+    """Bug: a table of other runs, one without its conditions, or a path of the machine that measured."""
+    text = (ROOT / "docs" / "measure-a-server.md").read_text(encoding="utf-8")
+    records = evaluation("endpoints")
+    assert {(one["acceptance"] is None, one["conditions"]["concurrency"]) for one in records} == {
+        (is_silent, concurrency) for is_silent in (True, False) for concurrency in (1, 2)
+    }
+    for one in records:
+        assert endpoint_row(one) in text
+        assert {"server", "target", "output_tokens", "prompts_sha256", "decoding"} <= one["conditions"].keys()
+        assert not MACHINE_PATHS.search(json.dumps(one)) and "prompt" not in one
+    assert len({one["conditions"]["prompts_sha256"] for one in records}) == 1
 
 
 def test_the_experiment_prints_the_measured_tables():

@@ -3,11 +3,13 @@
 import pytest
 from typer.testing import CliRunner
 
+from hf_dflow import tokenizer_fingerprint
 from hf_dflow.bench.demo import compare
 from hf_dflow.bench.runners import load_pair
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PAIR, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import read_prompts
 from hf_dflow.cli import app
+from hf_dflow.generation import pair as pair_check
 
 MEBIBYTE = 2**20
 
@@ -36,6 +38,14 @@ def test_relay_saves_target_forwards_and_changes_no_text(comparisons):
     assert 7 in accepted and any(0 < count < 7 for count in accepted)
     assert forwards["dflash"] < 0.35 * forwards["plain"]
     assert forwards["dflow"] < 0.9 * forwards["dflash"]
+
+
+def test_what_the_drafter_records_is_this_target():
+    """Bug: no fingerprint of the tokenizer, or that of another one, which warns at every check."""
+    pair = load_pair(TINY_TARGET, TINY_DRAFTER)
+    assert pair.drafter.config.tokenizer_fingerprint == tokenizer_fingerprint(pair.tokenizer)
+    assert pair.drafter.config.num_target_layers == pair.target.config.num_hidden_layers
+    assert pair_check._slow(pair.target, pair.target.config, pair.drafter.config, pair.tokenizer, pair.chat_mode) == []
 
 
 def test_commands_take_it(comparisons):

@@ -186,6 +186,7 @@ def run(
 def endpoint(
     endpoint: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server, up to and with /v1.")],
     model: Annotated[str, typer.Option(help="As the server calls it.")],
+    server: Annotated[str | None, typer.Option(help="What serves, and with which drafter: for the record.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at any time.")] = 1,
     task: TaskOption = None,
     prompts: PromptFilesOption = None,
@@ -212,6 +213,7 @@ def endpoint(
     settings = bench.EndpointSettings(
         url=endpoint,
         model=model,
+        server=server,
         concurrency=concurrency,
         output_tokens=output_tokens,
         temperature=temperature,

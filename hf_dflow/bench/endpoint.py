@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ class EndpointSettings:
     Args:
         url (`str`): Up to and with `/v1`.
         model (`str`): As the server calls it.
+        server (`str`, *optional*): What serves, in words for the record; a client cannot see it.
         concurrency (`int`): Requests under way at any time.
         output_tokens (`int`): At which an answer is cut.
         temperature (`float`).
@@ -48,6 +50,7 @@ class EndpointSettings:
 
     url: str
     model: str
+    server: str | None = None
     concurrency: int = 1
     output_tokens: int = 64
     temperature: float = 0.0
@@ -70,6 +73,12 @@ class EndpointSettings:
     @property
     def root(self) -> str:
         return self.url.rstrip("/")
+
+    @property
+    def model_name(self) -> str:
+        """The model in records. Some servers call it by its folder, of which only the last part means anything here."""
+        is_path = self.model.startswith(("/", "./", "../", "~")) or "\\" in self.model
+        return re.split(r"[/\\]", self.model.rstrip("/\\"))[-1] if is_path else self.model
 
     def seconds_at_most(self, requests: int) -> float:
         """An upper bound of the time that so many requests take, whatever the server does."""
@@ -197,7 +206,8 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
                 if data == "[DONE]":
                     is_over = True
                     break
-                text, usage = _event(data)
+                text, usage, is_last = _event(data)
+                is_over = is_over or is_last  # not every server ends with [DONE]
                 if text:
                     pieces += 1
                     result.text += text
@@ -216,7 +226,7 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
     except httpx.TransportError as error:
         raise _Failure(CUT, f"the connection broke ({type(error).__name__})") from error
     if not is_over:
-        raise _Failure(CUT, "the stream ended without [DONE]")
+        raise _Failure(CUT, "the stream ended without [DONE] or a finish_reason")
 
 
 async def _lines(response: Any):
@@ -233,23 +243,24 @@ async def _lines(response: Any):
         yield held
 
 
-def _event(data: str) -> tuple[str, int | None]:
-    """Text of an event, and the token count where it brings one."""
+def _event(data: str) -> tuple[str, int | None, bool]:
+    """Text of an event, the token count where it brings one, and whether it says why the answer ends."""
     try:
         event = json.loads(data)
         if event.get("error") is not None:
             raise _Failure(REFUSED, "the server reports an error in the stream")
         usage = event.get("usage")
         count = None if usage is None else usage["completion_tokens"]
+        choices = event.get("choices") or []
         text = "".join(
-            (choice["delta"].get("content") or choice["delta"].get("reasoning_content") or "")
-            for choice in event.get("choices") or []
+            (choice["delta"].get("content") or choice["delta"].get("reasoning_content") or "") for choice in choices
         )
+        is_last = any(choice.get("finish_reason") for choice in choices)
         if count is not None and (not isinstance(count, int) or count < 0):
             raise TypeError(f"completion_tokens is {count!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Failure(MALFORMED, f"an event that is none ({type(error).__name__})") from error
-    return text, count
+    return text, count, is_last
 
 
 def _refusal(status: int, retry_after: str | None) -> _Failure:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from hf_dflow._version import __version__
 from hf_dflow.bench.conditions import prompts_digest
 from hf_dflow.bench.endpoint import OK, EndpointSettings, RequestResult, key_from_environment, run_load
 from hf_dflow.bench.latency import Timed, summarise
@@ -39,8 +40,10 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
     mode = Mode(settings.temperature).name if not settings.temperature else f"T={settings.temperature:g}"
     stated = {
         **dict.fromkeys(unseen, SERVERS_OWN),
+        "versions": {"hf_dflow": __version__},
         "engine": "endpoint",
-        "target": settings.model,
+        **({} if settings.server is None else {"server": settings.server}),
+        "target": settings.model_name,
         "output_tokens": settings.output_tokens,
         "modes": [mode],
         "decoding": mode,

@@ -72,7 +72,7 @@ def contestants_of(
     Raises:
         DFlowError: One of these is not of that form, its name is taken, or it was made for another target.
     """
-    check_pair(pair.target, pair.drafter, pair.tokenizer)
+    check_pair(pair.target, pair.drafter, pair.tokenizer, pair.chat_mode)
     contestants = [Contestant("dflash", pair.drafter, use_relay=False)]
     if pair.drafter.relay is not None:
         contestants.append(Contestant("dflow", pair.drafter, use_relay=True))
@@ -86,7 +86,7 @@ def contestants_of(
         taken |= own
         drafter = DFlowDrafter.from_pretrained(folder, dtype=pair.target.dtype).to(pair.target.device).eval()
         try:
-            check_pair(pair.target, drafter, pair.tokenizer)
+            check_pair(pair.target, drafter, pair.tokenizer, pair.chat_mode)
         except PairMismatchError as error:
             raise PairMismatchError(f"--other {given}: {error}") from error
         contestants.append(Contestant(name, drafter, use_relay=drafter.relay is not None))

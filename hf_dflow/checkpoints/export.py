@@ -35,7 +35,7 @@ def export_drafter(drafter: Any, folder: str | Path, to: str, num_target_layers:
     Args:
         drafter (`DFlowDrafter`): In the dtype that it should have there.
         folder (`str` or `Path`): Empty, or not there yet.
-        to (`str`): "dflash" (z-lab's; DFlash 2 where the drafter has its parts) or "speculators" (vLLM's).
+        to (`str`): "dflash" (z-lab's) or "speculators" (vLLM's); DFlash 2 of either where the drafter has its parts.
         num_target_layers (`int`, *optional*): Where the drafter does not record it; z-lab's layout needs it.
 
     Returns:
@@ -138,13 +138,19 @@ def _dflash(config: Any, weights: dict[str, torch.Tensor], num_target_layers: in
         "tie_word_embeddings": False,
         **({} if is_causal is None else {"is_causal": is_causal}),
     }
+    return module, raw, _published_names(weights)
+
+
+def _published_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with the names of the selector's codebooks that DFlash 2's files have."""
     stored = {ours: theirs for theirs, ours in dflash2.NAMES.items()}
-    return module, raw, {stored.get(name, name): tensor for name, tensor in weights.items()}
+    return {stored.get(name, name): tensor for name, tensor in weights.items()}
 
 
 def _speculators(config: Any, weights: dict[str, torch.Tensor], num_target_layers: int | None):
     slides = "sliding_attention" in config.layer_types
     is_reduced = config.draft_vocab_size is not None
+    parts = [config.conv_kernel_size is not None, config.selector_rank is not None]
     _refuse_where(
         "speculators",
         {
@@ -154,7 +160,7 @@ def _speculators(config: Any, weights: dict[str, torch.Tensor], num_target_layer
             "it has a whole head of its own": config.output_head == "own" and not is_reduced,
             "the window of its sliding layers is measured from each row": slides and not config.window_from_anchor,
             "its full layers are causal": config.full_is_causal and "full_attention" in config.layer_types,
-            "it has parts of DFlash 2": config.conv_kernel_size is not None or config.selector_rank is not None,
+            "it has convolutions or a selector, but not both": parts[0] != parts[1],
             "its vocab_size is not known; load it with vocab_size=": config.vocab_size is None,
         },
     )
@@ -170,6 +176,11 @@ def _speculators(config: Any, weights: dict[str, torch.Tensor], num_target_layer
     if ids is not None:
         weights["d2t"] = ids - torch.arange(len(ids))
         weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    kind, architecture, second = speculators.MODEL_TYPE, dflash.ARCHITECTURE, {}
+    if parts[0]:
+        kind, architecture = speculators.MODEL_TYPE_2, dflash2.ARCHITECTURE
+        second = {key: getattr(config, key) for key in dflash2.DRAFT_KEYS}
+        weights = _published_names(weights)
     wanted = (config.generation_defaults or {}).get("num_draft_tokens")
     proposal = {
         "proposal_type": "greedy",
@@ -178,8 +189,8 @@ def _speculators(config: Any, weights: dict[str, torch.Tensor], num_target_layer
         "accept_tolerance": 0.0,
     }
     raw = {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": speculators.MODEL_TYPE,
+        "architectures": [architecture],
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "transformer_layer_config": layers,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
@@ -190,8 +201,9 @@ def _speculators(config: Any, weights: dict[str, torch.Tensor], num_target_layer
         "sliding_window_non_causal": not config.sliding_is_causal,
         "sample_from_anchor": config.sample_from_anchor,
         "tie_word_embeddings": False,
+        **second,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": config.target_name, "architectures": []},

@@ -1,10 +1,11 @@
-"""vLLM's *speculators* format (`"speculators_model_type": "dflash"`, PyPI speculators 0.9.0).
+"""vLLM's *speculators* format (`"speculators_model_type": "dflash"` or `"dflash2"`, PyPI speculators 0.9.0).
 
 What differs from z-lab's layout of the same network: a tapped layer is named by its entry in `hidden_states`, one more
 than ours; the sizes of the draft layers stand in `transformer_layer_config`, which leaves out what equals its class's
 default; a reduced vocabulary has a head of its own and two maps, `d2t` (by how much the target's id exceeds the
 draft's) and `t2d` (which target ids have one); the window of sliding layers is measured from the anchor for the whole
-block. Embedding and full head come from the target unless the file holds them.
+block. Embedding and full head come from the target unless the file holds them. `dflash2` adds z-lab's convolutions and
+candidate selector under z-lab's names; its sliding layers are bidirectional unless told otherwise.
 """
 
 from collections.abc import Mapping
@@ -13,14 +14,15 @@ from typing import Any, NoReturn
 import torch
 from transformers import CONFIG_MAPPING
 
+from hf_dflow.checkpoints import dflash2
 from hf_dflow.checkpoints.files import StoredTensor
 from hf_dflow.checkpoints.own import make_config
 from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
 
-MODEL_TYPE = "dflash"
-DESCRIPTION = f"'speculators_model_type': '{MODEL_TYPE}' (vLLM's speculators)"
-NAMES = {"d2t": "draft_token_ids"}
+MODEL_TYPE, MODEL_TYPE_2 = "dflash", "dflash2"
+DESCRIPTION = f"'speculators_model_type': '{MODEL_TYPE}' or '{MODEL_TYPE_2}' (vLLM's speculators)"
+NAMES = {"d2t": "draft_token_ids", **dflash2.NAMES}
 OF_TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # t2d says what d2t says
 LAYER_FIELDS = [
     "vocab_size",
@@ -55,7 +57,7 @@ TOP_LEVEL_KEYS = {
 
 def matches(raw: Mapping[str, Any]) -> bool:
     """Whether the content of a config.json claims this format."""
-    return raw.get("speculators_model_type") == MODEL_TYPE
+    return raw.get("speculators_model_type") in (MODEL_TYPE, MODEL_TYPE_2)
 
 
 def convert_config(
@@ -76,12 +78,15 @@ def convert_config(
     def refuse(what: str) -> NoReturn:
         raise DrafterConfigError(f"{path}/config.json: {what}.")
 
-    unknown = sorted(key for key in raw if key not in TOP_LEVEL_KEYS and raw[key] is not None)
+    is_second = raw["speculators_model_type"] == MODEL_TYPE_2
+    added = dflash2.DRAFT_KEYS if is_second else ()
+    known = TOP_LEVEL_KEYS.union(added)
+    unknown = sorted(key for key in raw if key not in known and raw[key] is not None)
     if unknown:
         refuse(f"unknown key(s) {', '.join(unknown)}, which may change what the drafter computes; if a key is only a "
                "note, remove it from the file")  # fmt: skip
     fields = _layer_fields(raw.get("transformer_layer_config"), refuse)
-    for key in ("block_size", "mask_token_id", "draft_vocab_size", "aux_hidden_state_layer_ids"):
+    for key in ("block_size", "mask_token_id", "draft_vocab_size", "aux_hidden_state_layer_ids", *added):
         if raw.get(key) is None:
             refuse(f"'{key}' is missing and has no safe default; add it")
     taps = raw["aux_hidden_state_layer_ids"]
@@ -107,7 +112,8 @@ def convert_config(
         "draft_vocab_size": raw["draft_vocab_size"] if is_reduced else None,
         "input_embedding": "own" if "embed_tokens.weight" in stored else "raw",
         "output_head": "own" if "lm_head.weight" in stored else "target",
-        "sliding_is_causal": not raw.get("sliding_window_non_causal"),
+        "sliding_is_causal": not raw.get("sliding_window_non_causal", is_second),
+        **{key: raw[key] for key in added},
         "window_from_anchor": True,
         "generation_defaults": None if proposal["drafts"] in (None, rows) else {"num_draft_tokens": proposal["drafts"]},
         "dtype": raw.get("dtype", raw.get("torch_dtype")),

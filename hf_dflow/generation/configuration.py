@@ -17,6 +17,7 @@ from hf_dflow.monitor import MonitoredRoute
 SPECULATION_TYPE = "dflow"
 SAMPLING_RULES = ("token", "block")
 LARGEST_TREE = 512
+CHAT_MODES = ("thinking", "non-thinking", "chat", "raw")
 
 
 @dataclass
@@ -36,6 +37,7 @@ class DFlowOptions:
     kernel_backend: str | None = None
     seeds: list[int] | None = None
     monitor: MonitoredRoute | None = None
+    chat_mode: str | None = None
     fitted: dict[str, Any] = field(default_factory=dict, init=False)  # the drafter's own `fitted_decisions`
 
     @property
@@ -94,6 +96,9 @@ class DFlowGenerationConfig(GenerationConfig):
         monitor (`MonitoredRoute`, *optional*):
             `AcceptanceMonitor().route(name)`: watches this call with others of its kind, and decides when drafting
             pauses. Not serialised.
+        chat_mode (`str`, *optional*):
+            How the prompt asks the target: `"thinking"`, `"non-thinking"`, `"chat"` (a template without such a switch)
+            or `"raw"`. Compared with the mode that the drafter was made for; another one is warned of once.
     """
 
     def __init__(self, **kwargs):
@@ -186,6 +191,10 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
         raise UnsupportedGenerationError(
             f"acceptance_processors={given!r}; give a list of AcceptanceProcessor objects. A LogitsProcessor goes into "
             "generate's own logits_processor."
+        )
+    if options.chat_mode is not None and options.chat_mode not in CHAT_MODES:
+        raise UnsupportedGenerationError(
+            f"chat_mode={options.chat_mode!r} is unknown; use one of {', '.join(CHAT_MODES)}."
         )
     if options.seeds is not None and not _are_seeds(options.seeds):
         raise UnsupportedGenerationError(f"seeds={options.seeds!r}; give a list of integers from 0 to 2**63 - 1.")

@@ -76,8 +76,8 @@ class DFlowDecoder:
         own_streamer = self.streamer if streamer is None else None
         has_streamer = streamer is not None or own_streamer is not None
         check_call(model, input_ids, synced_gpus, model_kwargs, generation_config, has_streamer, stop.asks_criteria)
-        check_pair(model, self.drafter)
         options = resolve_options(self.drafter, generation_config, self.options)
+        check_pair(model, self.drafter, chat_mode=options.chat_mode)
         processors = logits_processor or LogitsProcessorList()
         rule = choose_rule(bool(generation_config.do_sample), options, PathProcessor(processors))
         costs = self._step_costs(model, options)

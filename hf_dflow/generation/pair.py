@@ -5,6 +5,7 @@ import json
 import os
 import re
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -14,6 +15,7 @@ from hf_dflow.modeling_dflow import DFlowDrafter
 
 logger: Any = logging.get_logger(__name__)
 PADDING = 512  # vocabularies are padded to multiples of up to so many rows; two that agree then may be the same
+known_fingerprints: Any = WeakKeyDictionary()  # tokenizer -> its length, its fingerprint
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -22,7 +24,8 @@ def check_pair(
 ) -> None:
     """Compare a target with what its drafter was made for, before anything is computed.
 
-    `generate` does so at every call; tokenizer and chat mode it does not know, so pass them here.
+    `generate` does so at every call. It knows a tokenizer only from `tokenizer=`, and the chat mode from the option
+    `chat_mode` of [`DFlowGenerationConfig`].
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -63,6 +66,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
+def _fingerprint(tokenizer: Any) -> str:
+    """The same, computed once: a large vocabulary takes a tenth of a second, too much for every call of `generate`."""
+    size, fingerprint = known_fingerprints.get(tokenizer, (None, ""))
+    if size != len(tokenizer):
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        known_fingerprints[tokenizer] = (len(tokenizer), fingerprint)
+    return fingerprint
+
+
 def record_target(
     drafter: DFlowDrafter, model: PreTrainedModel, tokenizer: Any = None, chat_mode: str | None = None
 ) -> None:
@@ -90,7 +102,7 @@ def _slow(model: PreTrainedModel, target: Any, ours: Any, tokenizer: Any, chat_m
     found = []
     is_same_tokenizer = None
     if tokenizer is not None and ours.tokenizer_fingerprint is not None:
-        fingerprint = tokenizer_fingerprint(tokenizer)
+        fingerprint = _fingerprint(tokenizer)
         is_same_tokenizer = fingerprint == ours.tokenizer_fingerprint
         if not is_same_tokenizer:
             found.append(f"its tokenizer is {ours.tokenizer_fingerprint}, the target's {fingerprint}")

@@ -50,8 +50,8 @@ def _wrap_validation(original):
                     f"ask for {getattr(generation_mode, 'value', generation_mode)}."
                 )
             check_target(self)  # here too: generate runs an encoder before it decodes
-            check_pair(self, drafter)
-            resolve_options(drafter, generation_config)
+            options = resolve_options(drafter, generation_config)
+            check_pair(self, drafter, generation_mode_kwargs.get("tokenizer"), options.chat_mode)
             return None
         if isinstance(drafter, DFlowDrafter) and generation_config.speculation_type != "dflash":
             raise UnsupportedGenerationError(

@@ -204,6 +204,20 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template refuses a chat: {error}") from error
 
 
+def asked_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> str | None:
+    """[`chat_mode`] of prompts in the tokenizer's own template; `None` where it cannot be told.
+
+    Args:
+        thinking (`bool`, *optional*): Given to the template as `enable_thinking`, which a template may not know.
+    """
+    if not tokenizer.chat_template:
+        return None
+    template = ChatTemplate(tokenizer, set())
+    if thinking is not None and re.search(r"\benable_thinking\b", template.source):
+        template.options = {"enable_thinking": thinking}
+    return chat_mode(template.describe(), tokenizer)
+
+
 def chat_mode(described: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     """How a target was asked: "thinking" or "non-thinking" where its template has such a switch, else "chat"; "raw"
     without a template.

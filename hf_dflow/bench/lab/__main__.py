@@ -36,6 +36,7 @@ from hf_dflow.bench.lab.target import (
 from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.errors import DFlowError
+from hf_dflow.generation.pair import record_target
 
 app = typer.Typer(help="Train a small target and four kinds of drafters for it, and compare them.")
 CORPORA: dict[str, Callable[[], corpora.Corpus]] = {
@@ -201,6 +202,7 @@ def export(
     lab.tokenizer.chat_template = CHAT_TEMPLATE
     lab.tokenizer.save_pretrained(output / "target")
     drafter = DFlowDrafter.from_pretrained(folder / "drafters" / f"{kind}-{seed}")
+    record_target(drafter, lab.target, lab.tokenizer)
     drafter.bfloat16().save_pretrained(output / "drafter")
 
 
