@@ -32,5 +32,22 @@ def test_gain_is_the_ratio_of_pooled_tokens_per_step(tmp_path):
     assert low <= 0.25 <= high and low < high
     assert record["dflow, relay off"]["gain_over_dflash"]["value"] == pytest.approx(0.0)
     assert "gain_over_dflash" not in record["multi_round"], "no DFlash of that seed"
+    assert record["pairs"] == {}, "no seed in common"
     assert record["probe"] == {"rescue_rate": 0.25}
     assert record["texts_identical"] == "10 of 10"
+
+
+def test_pairs_share_their_seeds(tmp_path):
+    """Bug: a seed of one kind alone that shifts the pair's gain."""
+    lines = [
+        line("dflow", 0, [40, 40], [10, 10]),
+        line("dflow", 1, [40, 40], [5, 5]),
+        line("multi_round", 0, [40, 40], [20, 10]),
+        line("multi_round", 7, [40, 40], [40, 40]),
+    ]
+    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = summarise(read_results(tmp_path))["pairs"]
+    assert found.keys() == {"dflow over multi_round"}
+    assert found["dflow over multi_round"]["seeds"] == [0]
+    assert found["dflow over multi_round"]["gain"]["value"] == pytest.approx(0.5)
+    assert found["dflow over multi_round"]["gain_by_seed"] == pytest.approx([0.5])

@@ -17,6 +17,13 @@ EVALUATIONS = {
     "eval-other-kinds": "24 of other wording, six tasks",
     "eval-human-eval": "12 of HumanEval",
 }
+BASELINES = {
+    "dflash-equal": "DFlash, as many updates",
+    "dflow": "DFlow, as many updates",
+    "autoregressive": "autoregressive, as many updates",
+    "bundled, relay off": "the bundled drafter (5,400 updates, causal correction), relay off",
+    "bundled": "the bundled drafter",
+}
 NO_CORRECTION = "no correction"  # the DFlash drafter without its causal correction
 KINDS = ("dflash", "multi_round", "dflow, relay off", "dflow")
 
@@ -116,6 +123,18 @@ def test_servers_were_measured_as_printed():
         assert {"server", "target", "output_tokens", "prompts_sha256", "decoding"} <= one["conditions"].keys()
         assert not MACHINE_PATHS.search(json.dumps(one)) and "prompt" not in one
     assert len({one["conditions"]["prompts_sha256"] for one in records}) == 1
+
+
+def test_the_classic_baseline_is_printed_as_measured():
+    """Bug: a speed or a length of another run, or drafters that change places."""
+    text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
+    found = evaluation("eval-autoregressive")["modes"]["T=0"]["all"]
+    for name, label in BASELINES.items():
+        one = found["contestants"][name]
+        row = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
+        assert with_interval(one["tokens_per_step"], ".2f") in row and with_interval(one["speed_up"], ".2f") in row
+    gain = found["differences"]["autoregressive - dflash-equal"]["gain"]
+    assert f"{gain['value']:.1%} [{gain['interval_95'][0]:.1%}, {gain['interval_95'][1]:.1%}]" in " ".join(text.split())
 
 
 def test_the_experiment_prints_the_measured_tables():

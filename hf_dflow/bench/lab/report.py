@@ -10,6 +10,8 @@ import numpy as np
 from hf_dflow.bench.report import bootstrap_interval
 
 BASELINE = "dflash"
+# What the relay adds; what training with it does to the drafter without it; what reading the logits adds.
+PAIRS = (("dflow", "multi_round"), ("dflow, relay off", "multi_round"), ("dflow_logits", "dflow"))
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -51,6 +53,12 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
             both = np.concatenate([pooled, np.sum([baseline[seed] for seed in seeds], axis=0)])
             entry["gain_over_dflash"] = _figure(both, lambda t, s, base_t, base_s: (t / s) / (base_t / base_s) - 1)
         record[kind] = entry
+    pairs = {
+        f"{one} over {other}": _paired(by_kind[one], by_kind[other])
+        for one, other in PAIRS
+        if {one, other} <= by_kind.keys()
+    }
+    record["pairs"] = {name: found for name, found in pairs.items() if found is not None}
     probes = [one["probe"] for one in results if "probe" in one]
     if probes:
         names = probes[0].keys()
@@ -58,6 +66,23 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
     identical = [count for one in results for count in one["counts"]["identical"]]
     record["texts_identical"] = f"{sum(identical)} of {len(identical)}"
     return record
+
+
+def _paired(ours: dict[int, np.ndarray], theirs: dict[int, np.ndarray]) -> dict[str, Any] | None:
+    """How much longer one kind's steps are than another's with the seeds that both have, and with each of these."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        return None
+
+    def gain(tokens, steps, base_tokens, base_steps):
+        return (tokens / steps) / (base_tokens / base_steps) - 1
+
+    both = [np.concatenate([ours[seed], theirs[seed]]) for seed in seeds]
+    return {
+        "seeds": seeds,
+        "gain": _figure(np.sum(both, axis=0), gain),
+        "gain_by_seed": [float(gain(*one.sum(axis=1))) for one in both],
+    }
 
 
 def summarise_tasks(path: Path) -> dict[str, Any]:
@@ -85,6 +110,11 @@ def as_markdown(record: dict[str, Any]) -> str:
             by_seed = ", ".join(f"{value:.2f}" for value in entry["tokens_per_step_by_seed"])
             cells = [kind, by_seed, _with_interval(entry["tokens_per_step"], ".2f"), _gain(entry)]
             lines.append("| " + " | ".join(cells) + " |")
+    if record["pairs"]:
+        lines += ["", "| pair | longer by | with each seed |", "|---|---|---|"]
+    for pair, found in record["pairs"].items():
+        by_seed = ", ".join(f"{value:+.1%}" for value in found["gain_by_seed"])
+        lines.append(f"| {pair} | {_with_interval(found['gain'], '+.1%')} | {by_seed} |")
     if record["tasks"]:
         lines += [
             "",
