@@ -158,7 +158,9 @@ def calibrate(
         result = bench.fit(pair, workload, max_new_tokens, Console())
         typer.echo(json.dumps(result, indent=1))
         if json_path is not None:
-            conditions = run_conditions(prompts=len(workload), max_new_tokens=max_new_tokens, **pair.describe())
+            decoding = ", ".join(mode.name for mode in bench.MODES.values())
+            told = {"prompts": len(workload), "max_new_tokens": max_new_tokens, "decoding": decoding}
+            conditions = run_conditions(**told, **pair.describe())
             record = {**result, "conditions": {**conditions, "skipped_prompts": skip}}
             json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         if not dry_run:

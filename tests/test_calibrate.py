@@ -62,10 +62,23 @@ def test_the_planner_begins_with_the_line():
     assert planner.acceptance(0, 0.8) == pytest.approx(0.8)
     assert planner.acceptance(1, 0.5) == pytest.approx(1 / (1 + 2.718281828), abs=1e-6)
     assert planner.acceptance(7, 0.5) == planner.acceptance(2, 0.5) == pytest.approx(0.1192, abs=1e-3)
-    for _ in range(60):
-        planner.choose([0.8, 0.5, 0.5])
-        planner.learn(3, 0)
-    assert planner.acceptance(0, 0.8) < 0.4
+
+
+def test_a_row_learns_how_hard_its_text_is():
+    """Bug: what one slot shows that no other hears of, a step in the wrong direction, or drafts behind a failure."""
+    generator = torch.Generator().manual_seed(0)
+    planner = LengthPlanner(StepCosts(0.0, (1.0, 1.1, 1.2)), [[0.0, 1.0]] * 3)
+    for _ in range(300):  # all slots are one logit harder than calibrated
+        sure = float(torch.rand((), generator=generator) * 0.8 + 0.1)
+        is_right = torch.rand(2, generator=generator) < torch.sigmoid(torch.logit(torch.tensor(sure)) - 1.0)
+        planner.choose([sure, sure])
+        planner.learn(2, int(is_right.long().cumprod(0).sum()))
+    assert planner.ease == pytest.approx(-1.0, abs=0.3)
+    assert planner.acceptance(2, 0.5) == pytest.approx(1 / (1 + 2.718281828), abs=0.06), "a slot that was never judged"
+    alone = LengthPlanner(StepCosts(0.0, (1.0, 1.1, 1.2)), [[0.0, 1.0]] * 3)
+    alone.choose([0.9, 0.2])
+    alone.learn(2, 0)
+    assert alone.ease == pytest.approx(-0.9 / (4 + 0.09)), "the second draft was not judged"
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BINS = 8  # of confidence
 PRIOR_COUNT = 4.0  # judged drafts that the drafter's own word is worth
-FITTED_COUNT = 16.0  # and what it is worth once it was calibrated on other texts
+ROW_PRECISION = 4.0  # of a row's own difficulty before anything was judged: half a logit up or down is common
 FORGET = 0.9  # of the yield of drafting, with each step
 STALE = 0.95  # of what was judged, with each further draft of the same slot and confidence
 LEAST_CONFIDENCE = 1e-4  # and one less it at most, so that its logit is a number
@@ -78,13 +78,16 @@ class LengthPlanner:
     """Decides for one row, from its own past and the present drafts' confidence.
 
     Confidence is a number of the draft law before anything was sampled, so the cut does not depend on the tokens it
-    cuts. The text's law stays the target's; greedy text stays the same.
+    cuts. The text's law stays the target's; greedy text stays the same. Where `hf-dflow calibrate` fitted the drafter's
+    confidence on other texts, a row learns how much easier or harder its own is; else it learns by slot and confidence.
     """
 
     costs: StepCosts
     calibration: Sequence[Sequence[float]] | None = None  # of `fitted_decisions`, for drafts of this kind
     accepted: list[list[float]] = field(default_factory=lambda: [[0.0] * BINS for _ in range(SLOT_GROUPS)])
     judged: list[list[float]] = field(default_factory=lambda: [[0.0] * BINS for _ in range(SLOT_GROUPS)])
+    ease: float = 0.0  # how much better than calibrated this row's drafts are, in logits
+    precision: float = ROW_PRECISION  # of that
     steps: int = 0
     explores: bool = False  # the next drafted step verifies one draft at least: else nothing would be learned any more
     tokens: float = 0.0
@@ -96,11 +99,11 @@ class LengthPlanner:
     def acceptance(self, slot: int, confidence: float) -> float:
         """Probability that the draft of `slot`, from 0, is accepted once all before it are."""
         group, place = min(slot, SLOT_GROUPS - 1), min(BINS - 1, int(confidence * BINS))
-        prior, count = confidence, PRIOR_COUNT
         if self.calibration is not None:
             intercept, slope = self.calibration[group]
-            prior, count = calibrated(confidence, intercept, slope), FITTED_COUNT
-        return (self.accepted[group][place] + count * prior) / (self.judged[group][place] + count)
+            return calibrated(confidence, intercept + self.ease, slope)
+        accepted = self.accepted[group][place] + PRIOR_COUNT * confidence
+        return accepted / (self.judged[group][place] + PRIOR_COUNT)
 
     def choose(self, confidences: Sequence[float]) -> int:
         """How many of the drafts with these confidences to verify: what maximises expected tokens per second."""
@@ -129,7 +132,11 @@ class LengthPlanner:
             return False
         for slot in range(min(verified, accepted + 1)):
             group, place = min(slot, SLOT_GROUPS - 1), min(BINS - 1, int(self.seen[slot] * BINS))
-            self.outcomes.append((self.predicted[slot], slot < accepted))
+            predicted, is_accepted = self.predicted[slot], slot < accepted
+            self.outcomes.append((predicted, is_accepted))
+            # One step of a normal approximation to the posterior of a logistic model's intercept (assumed density).
+            self.precision += predicted * (1.0 - predicted)
+            self.ease += (is_accepted - predicted) / self.precision
             self.judged[group][place] = STALE * self.judged[group][place] + 1
             self.accepted[group][place] = STALE * self.accepted[group][place] + (slot < accepted)
         self.steps += 1

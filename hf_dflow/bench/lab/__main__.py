@@ -207,6 +207,19 @@ def export(
 
 
 @app.command()
+def requests(
+    folder: Annotated[Path, typer.Argument(help="What `prepare` wrote.")],
+    fitting: Annotated[Path, typer.Argument(help="For every second held-out prompt: what `calibrate` may see.")],
+    measuring: Annotated[Path, typer.Argument(help="For the others: what figures are measured on.")],
+) -> None:
+    """Write the held-out prompts as text, for commands that take `--prompts`, in two halves."""
+    lab = Lab.load(folder)
+    texts = [lab.tokenizer.decode(row.token_ids[: row.prompt_length]) for row in lab.held_out]
+    for path, half in ((fitting, texts[1::2]), (measuring, texts[::2])):
+        path.write_text(json.dumps({"held out": half}, indent=0) + "\n", encoding="utf-8")
+
+
+@app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders with results.")],
     json_path: JsonOption = None,
