@@ -195,7 +195,7 @@ def decision_rows(group):
 def test_what_the_decisions_are_worth_is_measured():
     """Bug: a switch praised for figures that no record holds, or whose greedy text was not the target's."""
     text = (ROOT / "docs" / "feedback-decisions.md").read_text(encoding="utf-8")
-    for name in ("tree", "mixture"):
+    for name in ("tree", "mixture", "mixture-lab"):
         record = evaluation(f"decisions-{name}")
         assert record["identity"]["identical_to_each_other"] == record["conditions"]["prompts"]
         for groups in record["modes"].values():
@@ -205,7 +205,26 @@ def test_what_the_decisions_are_worth_is_measured():
     found = groups["modelled_seconds_per_token"]
     for task, seconds in found["by_task"].items():
         assert length_row(task, seconds, found["plain"]) in text
-    assert f"{groups['calibration']['expected_calibration_error']:.1%}" in text
+    for kind in ("greedy", "sampled"):
+        (groups,) = evaluation(f"decisions-calibration-{kind}")["modes"].values()
+        found = groups["calibration"]
+        error, chance = found["expected_calibration_error"], found["error_by_chance"]
+        assert f"{error:.1%} over {found['drafts']:,} judged drafts (chance: {chance:.1%})" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["decisions-together", "decisions-together-dflash"])
+def test_switches_are_printed_as_measured(name):
+    """Bug: a switch's cost or speed of another run, or of another drafter."""
+    text = (ROOT / "docs" / "feedback-decisions.md").read_text(encoding="utf-8")
+    record = evaluation(name)
+    assert record["identity"]["identical_to_each_other"] == record["conditions"]["prompts"]
+    for groups in record["modes"].values():
+        by_task = groups["modelled_seconds_per_token"]["by_task"]
+        for switches, found in groups["all"]["contestants"].items():
+            cells = [switches, *(with_interval(found[key], ".2f") for key in ("tokens_per_step", "speed_up"))]
+            tasks = ["all", *(task for task in by_task if task != "all")]
+            row = " | ".join([*cells, *(f"{1e3 * by_task[task][switches]:.0f}" for task in tasks)])
+            assert f"| {row} |" in text
 
 
 def length_row(task, seconds, plain):
