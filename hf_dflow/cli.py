@@ -22,6 +22,8 @@ from hf_dflow.bench.options import (
     TargetOption,
     ThreadsOption,
     TinyOption,
+    writable,
+    write_json,
 )
 from hf_dflow.bench.tables import report_console
 from hf_dflow.bench.tiny import given_or_tiny
@@ -123,8 +125,7 @@ def probe(
         workload = read_prompts(prompts or own_prompts or HELD_OUT)
         record = bench.probe_prompts(load_pair(target, drafter), workload, max_new_tokens)
         bench.show(record, report_console())
-        if json_path is not None:
-            json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(json_path, record)
 
 
 @app.command()
@@ -149,6 +150,8 @@ def calibrate(
         from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
 
         bench.own_config(drafter)
+        if not dry_run:
+            writable(drafter / bench.CONFIG)
         chosen = chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
         workload = tasks_in_turn(chosen)[skip:]
         if not workload:
@@ -162,7 +165,7 @@ def calibrate(
             told = {"prompts": len(workload), "max_new_tokens": max_new_tokens, "decoding": decoding}
             conditions = run_conditions(**told, **pair.describe())
             record = {**result, "conditions": {**conditions, "skipped_prompts": skip}}
-            json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write_json(json_path, record)
         if not dry_run:
             bench.keep(drafter, result["fitted_decisions"])
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from typer.testing import CliRunner
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig, DrafterConfigError, UnsupportedGenerationError
 from hf_dflow.bench import calibrate
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
+from hf_dflow.bench.workloads import Prompt
 from hf_dflow.cli import app
+from hf_dflow.errors import DFlowError
 from hf_dflow.fitted import NUM_TRAITS
+from hf_dflow.generation.configuration import resolve_options
 from hf_dflow.generation.mixture import StaleMixture
 from hf_dflow.generation.step_length import LengthPlanner, StepCosts
+from hf_dflow.generation.step_length import calibrated as calibrated_probability
 
 
 def made_up_slots(generator, count=4000):
@@ -182,3 +187,30 @@ def test_what_cannot_be_is_refused(calibrated, tmp_path):
     done = CliRunner().invoke(app, ["calibrate", str(calibrated), *options, "--max-new-tokens", "4"])
     assert done.exit_code != 0 and "give more prompts" in done.output
     assert (calibrated / "config.json").read_text() == before
+
+
+def test_the_drafters_defaults_are_not_in_use_while_it_is_watched(monkeypatch):
+    """Bug: a mixture fitted on what the mixture drafts, or acceptance learned from a rule that accepts too much."""
+    drafter = tiny_drafter(tiny_target(), 6)
+    drafter.config.generation_defaults = {
+        "stale_mixture": True, "adaptive_length": True, "tree_budget": 8, "acceptance_threshold": 0.1,
+    }  # fmt: skip
+    seen = []
+
+    def decode(target, inputs, contestant, *others):
+        seen.append(resolve_options(contestant.model, DFlowGenerationConfig(**contestant.options)))
+        raise DFlowError("seen")
+
+    monkeypatch.setattr(calibrate, "decode", decode)
+    pair = SimpleNamespace(target=None, drafter=drafter, encode=lambda text: {})
+    with pytest.raises(DFlowError, match="seen"):
+        calibrate.fit(pair, [Prompt("task", "text")], 4)
+    (options,) = seen
+    assert not (options.stale_mixture or options.adaptive_length or options.tree_budget or options.acceptance_threshold)
+    assert [type(one) for one in options.all_processors] == [calibrate.Recorder]
+
+
+@pytest.mark.parametrize(("line", "expected"), [((0.0, 1e6), 1.0), ((-1e6, 1.0), 0.0), ((1e6, 1.0), 1.0)])
+def test_a_steep_line_overflows_nothing(line, expected):
+    """Bug: an exponential of what a folder says, which ends a call in the middle of its text."""
+    assert calibrated_probability(0.7, *line) == pytest.approx(expected)

@@ -23,7 +23,13 @@ from kit import (
 from transformers import AutoConfig, AutoModel, GenerationConfig, GenerationMixin, set_seed
 
 import hf_dflow
-from hf_dflow import DFlowDecoder, DFlowDrafter, DFlowDrafterConfig, DFlowGenerationConfig
+from hf_dflow import (
+    DFlowDecoder,
+    DFlowDrafter,
+    DFlowDrafterConfig,
+    DFlowGenerationConfig,
+    UnsupportedGenerationError,
+)
 from hf_dflow.generation.configuration import OPTION_NAMES, resolve_options
 from hf_dflow.generation.strategy import WRAPPED
 
@@ -182,6 +188,24 @@ def test_precedence(name, values):
     config = DFlowGenerationConfig(**{name: configured})
     assert getattr(resolve_options(drafter, config), name) == configured
     assert getattr(resolve_options(drafter, config, {name: keyword}), name) == keyword
+
+
+@pytest.mark.parametrize(("name", "value"), [("tree_budget", 8), ("acceptance_threshold", 0.5)])
+def test_false_switches_off_what_the_drafter_switches_on(name, value):
+    """Catches a lossy rule, or a tree, that a drafter's maker recorded and nobody can get rid of."""
+    drafter = tiny_drafter(tiny_target(), generation_defaults={name: value})
+    assert getattr(resolve_options(drafter, DFlowGenerationConfig()), name) == value
+    options = resolve_options(drafter, DFlowGenerationConfig(**{name: False}))
+    assert getattr(options, name) is None and not options.all_processors
+    with pytest.raises(UnsupportedGenerationError, match=name):
+        resolve_options(drafter, DFlowGenerationConfig(**{name: True}))
+
+
+@pytest.mark.parametrize("costs", [{"draft": 0.1, "verify": 1.0}, {"draft": 0.1, "verify": None}, 3, {"draft": 0.1}])
+def test_costs_that_are_none_are_refused_in_words(costs):
+    """Catches Python's own words for a mistake of the caller's."""
+    with pytest.raises(UnsupportedGenerationError, match="step_costs"):
+        resolve_options(tiny_drafter(tiny_target()), DFlowGenerationConfig(step_costs=costs))
 
 
 def test_precedence_reaches_the_loop():

@@ -194,3 +194,16 @@ def test_impossible_weights_are_refused(value):
     drafter = kit.tiny_drafter(kit.tiny_target("llama"), 4)
     with pytest.raises(UnsupportedGenerationError, match="stale_mixture="):
         DFlowDecoder(drafter, stale_mixture=value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight", [1.0, 0.9, None])
+def test_a_law_is_a_law_at_any_weight_and_width(dtype, weight):
+    """Bug: probabilities that add up to a little more than 1, of which a full weight leaves less than nothing: NaN."""
+    generator = torch.Generator().manual_seed(0)
+    for vocab in range(3, 60):
+        own, stale = (5.0 * torch.randn(1, SLOTS, vocab, generator=generator) for _ in range(2))
+        mixed = StaleMixture(weight).adjust_draft_logits(own.to(dtype), feedback_of(stale.to(dtype)))
+        assert mixed.dtype == dtype and not mixed.isnan().any() and not mixed.isposinf().any()
+        if weight == 1.0:
+            assert torch.allclose(mixed.float().softmax(-1), stale.to(dtype).float().softmax(-1), atol=0.02)

@@ -46,7 +46,7 @@ def test_defaults_are_files_that_generate_takes(tmp_path):
     config = DFlowGenerationConfig.from_pretrained(tmp_path, path.name)
     assert config.speculation_type == "dflow" and config.num_draft_tokens == 3 and config.verification == "token"
     assert config.do_sample is True and config.temperature == 0.7 and config.top_k == 0
-    assert path.name == "mail-chat-t0.7-64-tokens-1-at-a-time.json"
+    assert path.name == "mail-chat-e9689c-t0.7-64-tokens-1-at-a-time.json"
 
 
 def test_the_command_line_of_a_whole_sweep(tmp_path, monkeypatch):

@@ -29,6 +29,13 @@ from hf_dflow.generation.step_length import LEAST_CONFIDENCE
 from hf_dflow.generation.verification import Verification
 
 MODES = {"greedy": Mode(), "sampled": Mode(1.0, "token")}
+# Whatever the drafter's defaults say: what is fitted on must be its own law, judged by the lossless rule.
+NOTHING_IN_USE = {
+    "stale_mixture": False,
+    "adaptive_length": False,
+    "tree_budget": False,
+    "acceptance_threshold": False,
+}
 FEWEST = 200  # of revealed slots, or of judged drafts: with fewer nothing is fitted
 RIDGE = 1.0  # squared coefficients are weighed against log-likelihoods of single tokens
 CONFIG = "config.json"
@@ -149,9 +156,8 @@ def fit(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Console
     found: dict[str, Any] = {}
     for kind, mode in MODES.items():
         log = Log()
-        watched = Contestant(
-            kind, pair.drafter, options={"acceptance_processors": [Recorder(log, is_sampled=mode.temperature > 0)]}
-        )
+        recorder = Recorder(log, is_sampled=mode.temperature > 0)
+        watched = Contestant(kind, pair.drafter, options={**NOTHING_IN_USE, "acceptance_processors": [recorder]})
         numbered = track(list(enumerate(prompts)), kind, console=console, disable=console is None)
         for number, prompt in numbered:
             decode(pair.target, pair.encode(prompt.text), watched, mode, max_new_tokens, number)

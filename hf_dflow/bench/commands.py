@@ -1,6 +1,5 @@
 """`hf-dflow bench …`, `hf-dflow plan` and `hf-dflow cost`: the options, and what is done with them."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,18 +23,14 @@ from hf_dflow.bench.options import (
     ThreadsOption,
     TinyOption,
     writable,
+    writable_folder,
+    write_json,
 )
 from hf_dflow.bench.tables import report_console
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub_commands import errors_in_words
 
 app = typer.Typer(help="Measure before you switch it on.", no_args_is_help=True)
-
-
-def write_json(path: Path | None, record: dict[str, Any]) -> None:
-    """Write a command's record where its `--json` says."""
-    if path is not None:
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def plan(
@@ -232,7 +227,12 @@ def endpoint(
 @errors_in_words()
 def sweep(
     output: Annotated[
-        Path, typer.Option(help="Folder for the record, and for generation defaults by task.", file_okay=False)
+        Path,
+        typer.Option(
+            help="Folder for the record, and for generation defaults by task.",
+            file_okay=False,
+            callback=writable_folder,
+        ),
     ] = Path("sweep"),
     target: TargetOption = None,
     drafter: DrafterOption = None,

@@ -98,7 +98,7 @@ def entries(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
     """Everything that the records measured, by temperature, then by task, "all" being the last."""
     found = []
     for record, name in zip(records, names, strict=True):
-        source = Path(name).stem
+        source = str(Path(name).with_suffix(""))
         found += _of_endpoint(record, source) if is_endpoint(record) else _of_run(record, source)
     tasks = sorted(dict.fromkeys(one.task for one in found), key=lambda task: task == "all")
     return sorted(found, key=lambda one: (one.temperature, tasks.index(one.task)))

@@ -8,7 +8,6 @@
   draft is left out because it was thought little of.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from hf_dflow.bench.options import (
     TemperaturesOption,
     ThreadsOption,
     writable,
+    write_json,
 )
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Contestant, Pair, load_pair, use_threads
@@ -138,10 +138,18 @@ def _calibration_errors(predicted: Any, outcomes: Any) -> Any:
 
 
 def plot_calibration(record: dict[str, Any], path: Path) -> None:
-    """Predicted against observed acceptance of each mode, a dot's size by its drafts."""
-    from matplotlib.figure import Figure
+    """Predicted against observed acceptance of each mode, a dot's size by its drafts.
 
-    modes = record["modes"]
+    Raises:
+        DFlowError: matplotlib is missing, or nothing was predicted in any mode.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise DFlowError("the plot needs matplotlib: pip install 'hf-dflow[plot]'; or leave --plot out") from missing
+    modes = {mode: groups for mode, groups in record["modes"].items() if groups["calibration"] is not None}
+    if not modes:
+        raise DFlowError("no draft was judged, so there is nothing to plot; give more prompts or --max-new-tokens")
     figure = Figure(figsize=(4.2 * len(modes), 4.2), layout="constrained")
     for place, (mode, groups) in enumerate(modes.items(), start=1):
         axes = figure.add_subplot(1, len(modes), place)
@@ -239,10 +247,9 @@ def main(
             _show_costs(mode, groups, console)
         if "calibration" in groups:
             _show_calibration(mode, groups["calibration"], console)
+    write_json(json_path, record)
     if plot is not None:
         plot_calibration(record, plot)
-    if json_path is not None:
-        json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     raise typer.Exit(0 if is_identical(record) else 1)
 
 

@@ -6,6 +6,7 @@ The key is read from the environment, sent in the header, and appears in no reco
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
@@ -22,6 +24,9 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 10.0  # seconds that a server's Retry-After may ask for
 LONGEST_LINE = 2**20  # characters without an end of line, after which a stream is no stream of events
+
+TEXTS = ("content", "reasoning_content", "reasoning")  # of a piece; servers call what a model thinks in two ways
+LARGEST_COUNT = 10**9  # tokens of an answer, above which a server's count is none
 
 OK, STALLED, CUT, MALFORMED, REFUSED, UNREACHABLE, EMPTY = (
     "ok", "stalled", "cut", "malformed", "refused", "unreachable", "empty",
@@ -65,10 +70,15 @@ class EndpointSettings:
             raise DFlowError(f"--endpoint {self.url}: give an address that starts with http:// or https://")
         if "@" in self.url.split("://", 1)[1].split("/", 1)[0]:
             raise DFlowError("--endpoint holds a user name or password; keys belong into the environment, not into it")
+        if _address(self.url) is None:
+            raise DFlowError(
+                f"--endpoint {self.url}: no server and port can be read from it, as in http://HOST:8000/v1"
+            )
         if min(self.concurrency, self.output_tokens) < 1 or self.retries < 0:
             raise DFlowError("concurrency and output tokens must be 1 or more, retries 0 or more")
-        if min(self.connect_seconds, self.stall_seconds, self.request_seconds) <= 0:
-            raise DFlowError("time limits must be above 0 seconds")
+        limits = (self.connect_seconds, self.stall_seconds, self.request_seconds)
+        if not all(0 < limit < math.inf for limit in limits):
+            raise DFlowError("time limits must be above 0 seconds, and finite")
 
     @property
     def root(self) -> str:
@@ -114,6 +124,15 @@ class _Failure(Exception):
     def __init__(self, outcome: str, detail: str, *, is_retried: bool = False, wait: float | None = None):
         super().__init__(detail)
         self.outcome, self.detail, self.is_retried, self.wait = outcome, detail, is_retried, wait
+
+
+def _address(url: str) -> tuple[str, int | None] | None:
+    """Host and port of an address; `None` where it has none that could be."""
+    try:
+        parts = urlsplit(url)
+        return (parts.hostname, parts.port) if parts.hostname else None
+    except ValueError:  # a port beyond 65535, a bracket without its other
+        return None
 
 
 def key_from_environment() -> str | None:
@@ -162,7 +181,7 @@ async def _request(client: Any, settings: EndpointSettings, prompt: Prompt, dice
         try:
             await asyncio.wait_for(_stream(client, settings, result, start), settings.request_seconds)
             result.outcome, result.detail = OK, ""
-            if not result.tokens:
+            if not result.text:
                 result.outcome, result.detail = EMPTY, "the answer holds no text"
             failure = None
         except asyncio.TimeoutError:
@@ -215,8 +234,8 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
                         result.first_token_seconds = time.perf_counter() - start
                 if usage is not None:
                     result.tokens, result.is_counted_by_server = usage, True
-            if not result.is_counted_by_server:
-                result.tokens = pieces
+            if not result.tokens:  # nobody counted, or counted none though there is text
+                result.tokens, result.is_counted_by_server = pieces, False
     except httpx.DecodingError as error:
         raise _Failure(MALFORMED, "bytes that are not in the encoding that the server names") from error
     except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
@@ -253,10 +272,10 @@ def _event(data: str) -> tuple[str, int | None, bool]:
         count = None if usage is None else usage["completion_tokens"]
         choices = event.get("choices") or []
         text = "".join(
-            (choice["delta"].get("content") or choice["delta"].get("reasoning_content") or "") for choice in choices
+            next((choice["delta"][key] for key in TEXTS if choice["delta"].get(key)), "") for choice in choices
         )
         is_last = any(choice.get("finish_reason") for choice in choices)
-        if count is not None and (not isinstance(count, int) or count < 0):
+        if count is not None and (type(count) is not int or not 0 <= count <= LARGEST_COUNT):
             raise TypeError(f"completion_tokens is {count!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Failure(MALFORMED, f"an event that is none ({type(error).__name__})") from error

@@ -1,8 +1,10 @@
 """What a load on an endpoint came to: outcomes, latencies, and acceptance where the server is a vLLM that counts it."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -136,7 +138,9 @@ def parse_spec_metrics(text: str) -> dict[str, float]:
         if (match := SPEC_METRIC.match(line)) and not match[1].endswith("_created"):
             position = POSITION.search(match["labels"] or "")
             name = match[1] + (f"[{position[1]}]" if position else "")
-            found[name] = found.get(name, 0.0) + float(match["value"])
+            with suppress(ValueError):  # a sign or an e alone
+                value = float(match["value"])
+                found[name] = found.get(name, 0.0) + (value if math.isfinite(value) else 0.0)
     return found
 
 

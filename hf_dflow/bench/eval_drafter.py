@@ -1,6 +1,5 @@
 """`python -m hf_dflow.bench.eval_drafter`: what a drafter is worth on prompts that it was not trained on."""
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import combinations
@@ -25,6 +24,7 @@ from hf_dflow.bench.options import (
     TargetOption,
     TemperaturesOption,
     ThreadsOption,
+    write_json,
 )
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair, use_threads
@@ -209,8 +209,7 @@ def main(
     also = [(later, earlier) for earlier, later in pairs]
     record = {**as_record(answers, "dflash", also), "conditions": run_conditions(prompts=len(workload), **conditions)}
     show(record, console)
-    if json_path is not None:
-        json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(json_path, record)
     raise typer.Exit(1 if dtype in EXACT_DTYPES and not is_identical(record) else 0)
 
 

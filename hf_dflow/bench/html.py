@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from hf_dflow.bench import compare, run_view
 from hf_dflow.bench.checklist import Evidence, checklist
@@ -38,7 +38,7 @@ def render(given: Evidence, *, with_plots: bool = True) -> str:
             probe_columns=COLUMNS,
             side_by_side=_side_by_side(given, with_plots) if len(given.side_by_side) > 1 else None,
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, TemplateError) as error:
         raise DFlowError(f"a record is not of the command that it was given as ({error!r})") from error
 
 

@@ -20,7 +20,7 @@ def readme(
     """Fill a document's tables from the records that it names."""
     from hf_dflow.bench.readme_table import render
 
-    document.write_text(render(document.read_text(encoding="utf-8"), document.parent), encoding="utf-8")
+    document.write_text(render(_text(document), document.parent), encoding="utf-8")
 
 
 def report(
@@ -46,12 +46,16 @@ def report(
 
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in (*KINDS, "probe")}
     loads: list[tuple[dict[str, Any], str]] = []
+    if len({path.resolve() for path in records}) < len(records):
+        raise DFlowError("a record was given twice; give each once")
     for path in records:
         record = read(path)
         kind = kind_of(record, path)
         found[kind].append(record)
         if kind in ("runs", "endpoints"):
-            loads.append((record, path.name))
+            # Rows and bars are told apart by the file's name, or by its path where others are called the same.
+            others = [one for one in records if one.stem == path.stem]
+            loads.append((record, path.name if len(others) == 1 else str(path)))
     for kind in ("cost", "probe"):
         if len(found[kind]) > 1:
             raise DFlowError(f"{len(found[kind])} records of hf-dflow {kind}; give one")
@@ -64,7 +68,7 @@ def report(
         plans=found["plans"],
         cost=found["cost"][0] if found["cost"] else None,
         probe=found["probe"][0] if found["probe"] else None,
-        monitor=monitor.read_text(encoding="utf-8") if monitor else None,
+        monitor=_text(monitor) if monitor else None,
         licences={part: name for part, name in licences.items() if name},
         canary=canary,
         side_by_side=loads,
@@ -83,6 +87,13 @@ def report(
     for item in items:
         typer.echo(f"[{'x' if item.is_done else ' '}] {item.text}: {item.evidence}")
     raise typer.Exit(0 if allow_open or all(item.is_done for item in items) else 1)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DFlowError(f"{path}: no text in UTF-8 ({error})") from error
 
 
 def kind_of(record: dict[str, Any], path: Path) -> str:

@@ -94,13 +94,15 @@ def plot(record: dict[str, Any], path: Path) -> None:
     """Draw tokens per step of every strategy by task, one panel a mode, with intervals.
 
     Raises:
-        DFlowError: matplotlib is missing.
+        DFlowError: matplotlib is missing, or no strategy was measured.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DFlowError("the plot needs matplotlib: pip install 'hf-dflow[plot]'; or leave --plot out") from error
-    modes = record["modes"]
+    modes = {mode: found for mode, found in record["modes"].items() if found["all"]["contestants"]}
+    if not modes:
+        raise DFlowError("no strategy was measured, so there is nothing to plot; leave --plot out")
     picture = Figure(figsize=(5.5 * len(modes), 4), layout="constrained")
     panels = picture.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for panel, (mode, found) in zip(panels, modes.items(), strict=True):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowGenerationConfig
 from hf_dflow.bench.counters import StepCounter, count_forwards
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, smollm2_folder
+from hf_dflow.errors import DFlowError
 from hf_dflow.training.templates import asked_mode
 
 STRATEGIES = ("plain", "dflash", "dflow")
@@ -213,8 +214,9 @@ def load_pair(
     """A target and its drafter; by default SmolLM2-135M-Instruct and the bundled one.
 
     Raises:
-        DFlowError: SmolLM2's package is missing, or the drafter cannot be loaded.
+        DFlowError: SmolLM2's package is missing, the drafter cannot be loaded, or there is no such device.
     """
+    device = usable_device(device)
     source = target or smollm2_folder()
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     return Pair(
@@ -224,6 +226,21 @@ def load_pair(
         Path(target).name if target else SMOLLM2,
         thinking,
     )
+
+
+def usable_device(name: str | torch.device) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        DFlowError: There is no such device, or not here.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: a torch that was built without CUDA
+        said = str(error).splitlines()[0]
+        raise DFlowError(f"--device {name} cannot be used here ({said}); cpu always can") from error
+    return device
 
 
 def classic_contestant(name: str, model: PreTrainedModel, num_draft_tokens: int) -> Contestant:

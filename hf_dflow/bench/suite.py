@@ -79,9 +79,16 @@ def run(
     Returns:
         `dict`: For JSON: `modes` (counts as `evaluation.as_record`, beside them `latency`, `peak_memory` and
         `not_run`), `identity`, `rows`, `conditions`, `notes`.
+
+    Raises:
+        DFlowError: No strategy can decode so, or `minutes` were over before the first prompt.
     """
     # Greedy texts are always compared with the target's own, which is decoded anyway.
     plan = Plan(list(contestants), list(modes), output_tokens, with_plain=True)
+    impossible = [plan.left_out(mode, concurrency) for mode in modes]
+    if contestants and all(one.name in out for one in contestants for out in impossible):
+        why = "; ".join(f"{name}: {reason}" for name, reason in impossible[0].items())
+        raise DFlowError(f"no strategy can be measured so ({why}); name others, or change --concurrency or the mode")
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
 
     def is_over() -> bool:
@@ -102,6 +109,10 @@ def run(
         answers += answer_all(pair.target, pair.encode, followed, plan, is_over, not_run=not_run, pad=pad)
         for answer in answers:  # a prompt that fills a batch up, or is decoded again, is counted once
             counted.setdefault((answer.prompt.task, answer.prompt.digest, answer.mode.name, answer.seed), answer)
+    if not answers:
+        raise DFlowError(
+            f"--minutes {minutes:g} were over before the first prompt, warm-up and memory included; give more"
+        )
     record = as_record(list(counted.values()), baseline)
     for name, found in record["modes"].items():
         found["not_run"], found["peak_memory"] = not_run[name], memory.get(name, {})

@@ -1,7 +1,7 @@
 """`hf-dflow bench sweep`: which block size and verification rule to use for which task, on one's own machine."""
 
+import hashlib
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from rich.text import Text
 from hf_dflow import DFlowGenerationConfig
 from hf_dflow.bench import suite
 from hf_dflow.bench.eval_drafter import modes_of
+from hf_dflow.bench.options import write_json
 from hf_dflow.bench.runners import Contestant, Mode, Pair
 from hf_dflow.bench.tables import print_table
-from hf_dflow.bench.workloads import Prompt
+from hf_dflow.bench.workloads import ALL_TASKS, Prompt
 from hf_dflow.errors import DFlowError
 
-ALL = "all"
 RECORD = "sweep.json"
 HEADINGS = ("task", "T", "tokens", "at a time"), ("best setting", "tokens/step", "speed-up", "use the drafter")
 
@@ -122,7 +122,7 @@ def sweep(
 
 
 def _points(found: dict[str, Any], mode: Mode, length: int, concurrency: int, sizes: Sequence[int]) -> list[Point]:
-    parts = {**found["by_task"], ALL: {**found["all"], "latency": found["latency"]}}
+    parts = {**found["by_task"], ALL_TASKS: {**found["all"], "latency": found["latency"]}}
     points = []
     for task, part in parts.items():
         plain = part["latency"]["plain"]["effective_tps_with_bonus"]
@@ -186,13 +186,15 @@ def write(record: dict[str, Any], folder: Path) -> list[Path]:
         DFlowGenerationConfig(**mode.options(), **one["generation_defaults"]).save_pretrained(folder, path.name)
         written.append(path)
     files = {"files": [path.name for path in written]}
-    (folder / RECORD).write_text(json.dumps({**record, **files}, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / RECORD, {**record, **files})
     return written
 
 
 def file_name(one: dict[str, Any]) -> str:
     """Of the generation defaults of one entry of `best`."""
     task = re.sub(r"[^a-z0-9]+", "-", one["task"].lower()).strip("-")
+    if task.replace("-", " ") != one["task"]:  # others come to the same: "C++" and "C#", any two in another script
+        task = f"{task or 'task'}-{hashlib.sha256(one['task'].encode()).hexdigest()[:6]}"
     return f"{task}-t{one['temperature']:g}-{one['output_tokens']}-tokens-{one['concurrency']}-at-a-time.json"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from hf_dflow.errors import DFlowError
 
 DEMO = Path(__file__).with_name("demo_prompts.json")  # one of each kind, shown by `hf-dflow demo`
+ALL_TASKS = "all"
 HELD_OUT = Path(__file__).with_name("prompts.json")  # four for each of six tasks, for figures
 
 
@@ -54,11 +55,18 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         if single:
             raise TypeError(f"{single[0]!r} holds a text instead of a list of texts")
         prompts = [Prompt(task, text) for task, texts in tasks.items() for text in texts]
-    except (OSError, AttributeError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, AttributeError, TypeError, ValueError) as error:  # the last: no JSON, or no UTF-8
         raise DFlowError(f'{path}: expected a JSON object like {{"task": ["prompt", …]}} ({error})') from error
     if not prompts or not all(isinstance(prompt.text, str) and prompt.text for prompt in prompts):
         raise DFlowError(f'{path}: expected at least one non-empty prompt in {{"task": ["prompt", …]}}')
+    _refuse_reserved(path, prompts)
     return prompts
+
+
+def _refuse_reserved(path: str | Path, prompts: Sequence[Prompt]) -> None:
+    """Figures over all tasks stand beside those of each, under a name that no task may have."""
+    if any(prompt.task == ALL_TASKS for prompt in prompts):
+        raise DFlowError(f"{path}: a task is called '{ALL_TASKS}', which names the figures over all tasks; rename it")
 
 
 def first_of_each_task(prompts: list[Prompt]) -> list[Prompt]:
@@ -146,6 +154,7 @@ def jsonl_prompts(path: str | Path) -> list[Prompt]:
         found.append(Prompt(task, text))
     if not found:
         raise DFlowError(f'{path}: no line of {{"prompt": "…"}}')
+    _refuse_reserved(path, found)
     return found
 
 

@@ -17,6 +17,7 @@ from hf_dflow.monitor import MonitoredRoute
 SPECULATION_TYPE = "dflow"
 SAMPLING_RULES = ("token", "block")
 LARGEST_TREE = 512
+SWITCHED_OFF = ("tree_budget", "acceptance_threshold")  # by False, whatever the drafter's defaults say
 CHAT_MODES = ("thinking", "non-thinking", "chat", "raw")
 
 
@@ -58,7 +59,8 @@ OPTION_NAMES = tuple(option.name for option in fields(DFlowOptions) if option.in
 
 class DFlowGenerationConfig(GenerationConfig):
     r"""
-    A [`~generation.GenerationConfig`] whose `speculation_type` is `"dflow"`. Everything a plain one takes, and:
+    A [`~generation.GenerationConfig`] whose `speculation_type` is `"dflow"`. Everything a plain one takes, and what
+    follows. `None` leaves an option to the drafter's recorded defaults; `False` switches off what they switch on.
 
     Args:
         use_relay (`bool`, *optional*, defaults to whether the drafter has a relay):
@@ -77,11 +79,11 @@ class DFlowGenerationConfig(GenerationConfig):
             For that, and for a tree whose size follows from it, `{"draft": seconds, "verify": [seconds of a forward
             over 1, 2, … tokens]}`; only ratios matter. Measured once for a pair of models otherwise, so that sampled
             text then depends on the machine.
-        tree_budget (`int` or `"auto"`, *optional*, defaults to none):
+        tree_budget (`int`, `"auto"` or `False`, *optional*, defaults to none):
             Verify so many drafts as a tree of paths instead of one chain ([`~hf_dflow.generation.tree.DraftTree`]);
             `"auto"` ends each step's tree where `step_costs` say that more nodes do not pay, at most at 64. Greedy
             decoding of one sequence only, on full attention.
-        acceptance_threshold (`float`, *optional*):
+        acceptance_threshold (`float` or `False`, *optional*):
             **Lossy.** Also accept a draft whose target probability is at least this.
         stale_mixture (`bool`, `float` or `"learned"`, *optional*, defaults to `False`):
             Mix what the verifier said on rejected rows into the next draft's law ([`StaleMixture`]): `True` learns the
@@ -127,6 +129,8 @@ def resolve_options(
     chosen = {
         name: next((source[name] for source in sources if source.get(name) is not None), None) for name in OPTION_NAMES
     }
+    for name in SWITCHED_OFF:
+        chosen[name] = None if chosen[name] is False else chosen[name]
     options = DFlowOptions(**chosen)
     options.fitted = drafter.config.fitted_decisions or {}
     if options.use_relay is None:
@@ -163,7 +167,7 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
     budget = options.tree_budget
     if budget not in (None, AUTO) and (type(budget) is not int or not 1 <= budget <= LARGEST_TREE):
         raise UnsupportedGenerationError(
-            f'tree_budget={budget!r}; use a whole number of drafts, 1 … {LARGEST_TREE}, or "{AUTO}".'
+            f'tree_budget={budget!r}; use a whole number of drafts, 1 … {LARGEST_TREE}, "{AUTO}", or False.'
         )
     if budget is not None and options.adaptive_length:
         raise UnsupportedGenerationError("tree_budget does not go with adaptive_length; leave one of them out.")
@@ -184,8 +188,9 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
             f'stale_mixture={mixture!r}; use True, False, "{LEARNED}" or a fixed weight in (0, 1].'
         )
     threshold = options.acceptance_threshold
-    if threshold is not None and not (isinstance(threshold, int | float) and 0.0 < threshold <= 1.0):
-        raise UnsupportedGenerationError(f"acceptance_threshold={threshold!r}; use a probability in (0, 1].")
+    is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if threshold is not None and not (is_number and 0.0 < threshold <= 1.0):
+        raise UnsupportedGenerationError(f"acceptance_threshold={threshold!r}; use a probability in (0, 1], or False.")
     given = [] if options.acceptance_processors is None else options.acceptance_processors
     if not isinstance(given, list | tuple) or not all(isinstance(one, AcceptanceProcessor) for one in given):
         raise UnsupportedGenerationError(

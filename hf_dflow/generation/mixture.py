@@ -83,12 +83,14 @@ class StaleMixture(AcceptanceProcessor):
         if feedback is None or feedback.target_logits is None:
             return draft_logits
         hinted = min(draft_logits.shape[1], feedback.is_fed.shape[1])
-        own, is_fed = draft_logits[:, :hinted], feedback.is_fed[:, :hinted].to(draft_logits.device)
+        # Half precision rounds a weight near 1 up to it, and what is left of a small probability to nothing.
+        dtype = torch.promote_types(draft_logits.dtype, torch.float32)
+        own, is_fed = draft_logits[:, :hinted].to(dtype), feedback.is_fed[:, :hinted].to(draft_logits.device)
         stale = feedback.target_logits[:, :hinted].to(own)
         log_q, log_p = own.log_softmax(dim=-1), stale.log_softmax(dim=-1)
         top, token_ids = log_p.topk(min(TOP_K, stale.shape[-1]), dim=-1)
         probs = top.exp() * log_q.gather(-1, token_ids).isfinite()  # the mask token, and others it has no row for
-        kept = probs.sum(dim=-1)
+        kept = probs.sum(dim=-1).clamp(max=1.0)  # a sum of all probabilities may be rounded above 1
         probs = probs / kept.clamp(min=torch.finfo(probs.dtype).tiny)[..., None]
         is_agreed = log_q.argmax(dim=-1) == token_ids[..., 0]
         entropy = _entropy(top)
@@ -100,7 +102,7 @@ class StaleMixture(AcceptanceProcessor):
             torch.full_like(log_q, -torch.inf).scatter(-1, token_ids, (weights[..., None] * probs).log()),
         )
         self._mixed = _Mixed(log_q, token_ids, probs, weights, kept, buckets, traits)
-        mixed = torch.where(weights[..., None] > 0, mixed, own)
+        mixed = torch.where(weights[..., None] > 0, mixed, own).to(draft_logits.dtype)
         return torch.cat([mixed, draft_logits[:, hinted:]], dim=1)
 
     def _buckets(self, entropy: torch.Tensor, is_agreed: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,8 @@ class StepCosts:
             UnsupportedGenerationError: It is neither, or has too few or impossible numbers.
         """
         if isinstance(value, Mapping) and {"draft", "verify"} == set(value):
-            value = cls(value["draft"], tuple(value["verify"]))
+            is_list = isinstance(value["verify"], Sequence) and not isinstance(value["verify"], str)
+            value = cls(value["draft"], tuple(value["verify"])) if is_list else value
         if not isinstance(value, cls) or not all(_is_seconds(one) for one in (value.draft, *value.verify)):
             raise UnsupportedGenerationError(
                 f'step_costs={value!r}; give {{"draft": seconds, "verify": [seconds of 1, 2, … tokens]}}, or leave it '
@@ -154,7 +155,8 @@ class LengthPlanner:
 def calibrated(confidence: float, intercept: float, slope: float) -> float:
     """Probability by a line through the logit of a confidence (Platt scaling, 1999)."""
     sure = min(max(confidence, LEAST_CONFIDENCE), 1.0 - LEAST_CONFIDENCE)
-    return 1.0 / (1.0 + math.exp(-(intercept + slope * math.log(sure / (1.0 - sure)))))
+    logit = intercept + slope * math.log(sure / (1.0 - sure))
+    return 0.5 * (1.0 + math.tanh(0.5 * logit))  # the logistic function, which no logit overflows
 
 
 _MEASURED: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, StepCosts]]" = WeakKeyDictionary()
