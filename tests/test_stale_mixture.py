@@ -11,6 +11,7 @@ from hf_dflow.generation.drafting import DraftBlock
 
 EXACT, BROKEN = 1e-9, 1e-3
 SLOTS, VOCAB = 3, 6
+TRAITS_WEIGHED = [-1.0, 0.5, 1.0, 0.7, -0.4, -0.8, 0.9, 0.6]  # all of them matter
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ class Watched(StaleMixture):
 
 
 @pytest.mark.parametrize(("rule", "steps", "block_size"), [("token", 2, 3), ("block", 2, 3), ("block", 3, 2)])
-@pytest.mark.parametrize("weight", [None, 0.4])
+@pytest.mark.parametrize("weight", [None, 0.4, TRAITS_WEIGHED], ids=["online", "fixed", "learned"])
 def test_the_output_law_is_the_targets(monkeypatch, target, rule, steps, block_size, weight):
     """Bug (A4): a mixture that enters sampling and not ratio or residual, or whose weight sees the tokens it mixes."""
     Watched.mixed, Watched.moved = 0, 0.0
@@ -41,7 +42,7 @@ def test_the_output_law_is_the_targets(monkeypatch, target, rule, steps, block_s
         target,
         three_token_drafter(target, block_size),
         verification=rule,
-        acceptance_processors=[Watched(weight)],
+        acceptance_processors=[Watched(coefficients=weight) if isinstance(weight, list) else Watched(weight)],
     )
     assert law_error(loop, steps, block_size - 1) < EXACT
     assert Watched.mixed > 5 and Watched.moved > 0.1

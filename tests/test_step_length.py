@@ -24,6 +24,7 @@ from hf_dflow.generation.step_length import TRIAL, LengthPlanner, StepCosts, mea
 from hf_dflow.generation.uniforms import cut
 
 EXACT, BROKEN = 1e-9, 1e-3
+CALIBRATED = {"calibration": {"sampled": [[0.3, 1.2], [-0.2, 0.8], [0.0, 1.0]]}}
 COSTS = {"draft": 0.1, "verify": [1.0, 1.3, 1.7]}
 LONG = 200
 # As measured for SmolLM2-135M on two CPU cores: a forward over 8 tokens costs twice one over 1.
@@ -48,7 +49,9 @@ def law_target():
     return three_token_target()
 
 
-@pytest.mark.parametrize("fields", [{}, {"correction_intermediate_size": 8, "correction_top_k": 2}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"correction_intermediate_size": 8, "correction_top_k": 2}, {"fitted_decisions": CALIBRATED}]
+)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_the_output_law_is_the_targets(monkeypatch, law_target, chosen, rule, fields):
     """Bug (A4, METHOD 3.3): a length that depends on the drafts it cuts, or numbers of the cut ones in later tests."""
