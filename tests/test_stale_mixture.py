@@ -1,5 +1,7 @@
 """The draft law mixed with what the verifier said on rejected rows: the law it must keep, and what it learns."""
 
+import math
+
 import kit
 import pytest
 import torch
@@ -133,6 +135,31 @@ def test_the_mixture_by_hand(monkeypatch):
         expected[best] += share
         torch.testing.assert_close(found[0, slot], expected)
     torch.testing.assert_close(found[0, 2], q[0, 2].softmax(-1))
+
+
+def test_learned_weights_by_hand():
+    """Bug: traits of another slot or law, or one of them that the weight does not hear of."""
+    generator = torch.Generator().manual_seed(3)
+    q, stale = (2 * torch.randn(1, SLOTS, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2))
+    stale[0, 2] = 3 * q[0, 2]  # one slot where the likeliest tokens are the same
+    found = StaleMixture(coefficients=TRAITS_WEIGHED).adjust_draft_logits(q, feedback_of(stale)).softmax(-1)
+    for slot in range(SLOTS):
+        own, row = q[0, slot].softmax(-1), stale[0, slot].softmax(-1)
+        best = int(row.argmax())
+        traits = [
+            1.0,
+            float(slot > 0),
+            slot / 8,
+            float(best == int(own.argmax())),
+            float(-(row * row.log()).sum()),
+            float(own.max()),
+            float(own[best]),
+            float(row[best]),
+        ]
+        logit = sum(weight * trait for weight, trait in zip(TRAITS_WEIGHED, traits, strict=True))
+        weight = min(0.9, 1 / (1 + math.exp(-logit)))
+        torch.testing.assert_close(found[0, slot], (1 - weight) * own + weight * row, rtol=1e-5, atol=1e-6)
+    assert int(q[0, 0].argmax()) != int(stale[0, 0].argmax()), "and one where they are not"
 
 
 @pytest.mark.parametrize(("is_right", "agrees"), [(True, False), (False, False), (True, True)])

@@ -123,6 +123,13 @@ def test_the_budget_follows_the_costs(verify, sizes):
 HAND = DraftTree([7, 8, 9, 6], [0, 0, 1, 3], [1, 1, 2, 3], [[1, 2], [3], [], [4], []])
 
 
+def test_the_first_nodes_know_no_others():
+    """Bug: children behind the cut, which the kept path would follow."""
+    first = HAND.first(2)
+    assert first == DraftTree([7, 8], [0, 0], [1, 1], [[1, 2], [], []])
+    assert first.path([7, 9, 0]) == [1]
+
+
 def test_a_node_sees_its_ancestors_and_itself():
     """Bug: siblings that see each other, which a wrong draft would then condition."""
     rows = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
