@@ -79,7 +79,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
             Width, activation and affinity are choices of this package; the paper does not state them.
         relay_top_k (`int`, *optional*):
             So many of the verifier's likeliest tokens at a rejected row enter the relay beside its states
-            ([`~hf_dflow.verifier_summary.summarise_logits`]); `None`: states alone, as in the paper.
+            ([`~hf_dflow.relay.summarise_logits`]); `None`: states alone, as in the paper.
         generation_defaults (`dict`, *optional*): Fields of [`DFlowGenerationConfig`] recorded with the drafter.
         fitted_decisions (`dict`, *optional*):
             What `hf-dflow calibrate` fitted: `mixture`, the coefficients of [`StaleMixture`]'s learned weight, and

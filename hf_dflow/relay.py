@@ -32,7 +32,7 @@ class DFlowRelay(nn.Module):
         self.down_proj = ZeroLinear(width, 2 * config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=config.relay_norm_affine)
         reads = config.relay_top_k is not None
-        self.summary_proj = ZeroLinear(summary_width(config.hidden_size), width) if reads else None
+        self.summary_proj = ZeroLinear(config.hidden_size + 1, width) if reads else None
 
     def forward(self, states, bonus_embeds, rejected_embeds, summary=None) -> torch.Tensor:
         """`states` `[B, S, H]` (projected like context), both embeddings `[B, H]` and, where the relay reads it, the
@@ -44,11 +44,6 @@ class DFlowRelay(nn.Module):
         modulation = self.down_proj(self.act_fn(inner))
         beta, gamma = modulation.chunk(2, dim=-1)
         return beta * self.norm(states) + gamma
-
-
-def summary_width(hidden_size: int) -> int:
-    """Columns of [`summarise_logits`]: an embedding and an entropy."""
-    return hidden_size + 1
 
 
 def summarise_logits(logits: torch.Tensor, top_k: int, embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

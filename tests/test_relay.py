@@ -60,6 +60,10 @@ def test_what_cannot_be_is_refused(tmp_path):
     target.forward = lambda *args, **kwargs: capped(honest(*args, **kwargs))
     with pytest.raises(TrainingConfigError, match="caps or scales"):
         tiny_trainer(tmp_path / "run", target=target, relay_top_k=4)
+    open_fields = dict.fromkeys(("num_hidden_layers", "block_size", "mask_token_id", "target_layer_ids"))
+    reads = tiny_drafter(target, 8, relay_top_k=4)
+    with pytest.raises(TrainingConfigError, match="caps or scales"):  # though the run itself does not name it
+        tiny_trainer(tmp_path / "again", target=target, drafter=reads, **open_fields)
 
 
 def capped(output):

@@ -114,6 +114,8 @@ def test_the_budget_follows_the_costs(verify, sizes):
     output = decode(target, drafter, prompt, budget="auto", step_costs={"draft": 0.1, "verify": verify})
     assert torch.equal(output.sequences, text)
     assert set(output.statistics.per_step_drafted[:-4]) == sizes
+    if sizes != {1}:
+        assert_not_vacuous(output.statistics)
     with pytest.raises(UnsupportedGenerationError, match="64 drafts need 65"):
         decode(target, drafter, prompt, budget="auto", step_costs={"draft": 0.1, "verify": verify[:9]})
     with pytest.raises(UnsupportedGenerationError, match="auto"):

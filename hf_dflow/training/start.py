@@ -94,9 +94,10 @@ def resolve(
         raise TrainingConfigError(
             f'"mask_token_id" is {filled["mask_token_id"]}; this target has the tokens 0 … {config.vocab_size - 1}'
         )
-    if training.relay_top_k is not None and not _head_gives_logits(target):
+    top_k = training.relay_top_k or (drafter.config.relay_top_k if drafter is not None else None)
+    if top_k is not None and not _head_gives_logits(target):
         raise TrainingConfigError(
-            f"\"relay_top_k\" is {training.relay_top_k}, for which the target's logits must be its LM head's output; "
+            f"\"relay_top_k\" is {top_k}, for which the target's logits must be its LM head's output; "
             "this target caps or scales them: leave it out"
         )
     if training.loss_decay is None:
@@ -111,7 +112,8 @@ def resolve(
 
 @torch.no_grad()
 def _head_gives_logits(target: Any) -> bool:
-    token_ids = torch.arange(8, device=target.device)[None]  # several: a padding token's states may be zero
+    some = min(8, target.get_input_embeddings().weight.shape[0])  # several: a padding token's states may be zero
+    token_ids = torch.arange(some, device=target.device)[None]
     output = target(token_ids, output_hidden_states=True, use_cache=False)
     expected = target.get_output_embeddings()(output.hidden_states[-1]).float()
     return bool((output.logits.float().to(expected.device) - expected).norm() <= 0.01 * expected.norm())
