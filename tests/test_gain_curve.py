@@ -26,7 +26,10 @@ def lab(tasks):
         }
         for task, (rescue, gain) in tasks.items()
     }
-    return {"corpora": {"records": {"tasks": entries}, "more updates": {}}}
+    whole = {"probe": probed(0.3), "dflash": {"tokens_per_step": figure(2.0)}, "tasks": {}}
+    whole["dflow"] = {"gain_over_dflash": figure(0.2)}
+    more = {"text": whole, "more updates": {"dflash": whole["dflash"], "probe": whole["probe"], "tasks": {}}}
+    return {"corpora": {"records": {**whole, "tasks": entries}, **more}}
 
 
 def evaluation(gain):
@@ -63,6 +66,7 @@ def test_points_of_both_kinds_of_records_become_one_picture(tmp_path):
     assert found == [
         ("records", "easy", 0.2, 3.0, 0.1),
         ("records", "hard", 0.5, 3.0, 0.4),
+        ("text", "held-out text", 0.3, 2.0, 0.2),
         ("real", "chat", 0.1, 1.6, 0.02),
     ]
     assert record["correlation_with_gain"]["rescue_rate"] > 0.99

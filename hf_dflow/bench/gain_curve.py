@@ -23,6 +23,8 @@ AXES = {
     "dflash_tokens_per_step": "tokens per step of equally trained DFlash",
 }
 
+WHOLE = "held-out text"
+
 
 @dataclass(frozen=True)
 class Point:
@@ -39,12 +41,18 @@ class Point:
 
 
 def lab_points(record: dict[str, Any]) -> list[Point]:
-    """Of `python -m hf_dflow.bench.lab report`: its corpora that were measured by task."""
+    """Of `python -m hf_dflow.bench.lab report`: each corpus by task, or as a whole where it has none."""
     return [
         _point(corpus, task, entry["probe"], entry["dflash"], entry["dflow"]["gain_over_dflash"])
         for corpus, found in record["corpora"].items()
-        for task, entry in found.get("tasks", {}).items()
+        for task, entry in _tasks(found).items()
     ]
+
+
+def _tasks(found: dict[str, Any]) -> dict[str, Any]:
+    if found.get("tasks"):
+        return found["tasks"]
+    return {WHOLE: found} if {"probe", "dflow"} <= found.keys() else {}
 
 
 def pair_points(name: str, evaluation: dict[str, Any], probe: dict[str, Any]) -> list[Point]:

@@ -23,7 +23,7 @@ from hf_dflow.training.evaluate import DecodingCounts, decode
 from hf_dflow.training.head import head_owner
 from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, head_rows, slot_targets
 from hf_dflow.training.packing import Anchors, Sequences
-from hf_dflow.training.rounds import RoundResult, draft_round, next_round, previous_embeds
+from hf_dflow.training.rounds import Relayed, RoundResult, draft_round, next_round, previous_embeds
 from hf_dflow.training.run_log import RunLog
 from hf_dflow.training.start import continued_drafter, drafter_config, initialise_from_target, new_drafter, resolve
 from hf_dflow.training.target import describe_target
@@ -173,10 +173,14 @@ class Trainer:
                 (loss / self.training.gradient_accumulation).backward()
             losses.append(loss.detach())
             if round_index < stage.relay_rounds:
-                anchors, relayed = next_round(
-                    self.drafter, self.target, sequences, anchors, result, self.training.use_relay
-                )
+                anchors, relayed = self.follow(stage, sequences, anchors, relayed, result)
         return losses
+
+    def follow(
+        self, stage: Stage, sequences: Sequences, anchors: Anchors, relayed: Relayed | None, result: RoundResult
+    ) -> tuple[Anchors, Relayed | None]:
+        """The next round's anchors and what its relay reads, from a round that read `relayed`."""
+        return next_round(self.drafter, self.target, sequences, anchors, result, self.training.use_relay)
 
     def _corrected(self, sequences: Sequences, anchors: Anchors, result: RoundResult) -> torch.Tensor:
         """Draft states `[A, N, H]` behind the trajectory's tokens; a share of the slots stays as the backbone said."""

@@ -16,6 +16,7 @@ from hf_dflow.bench.lab.experiment import (
     READS_LOGITS,
     DrafterRecipe,
     Lab,
+    has_relay,
     measure,
     probe,
     tokens_per_step,
@@ -33,6 +34,7 @@ from hf_dflow.bench.lab.target import (
     prompts,
     train_language_model,
 )
+from hf_dflow.bench.lab.variants import VARIANTS
 from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.errors import DFlowError
@@ -46,6 +48,7 @@ CORPORA: dict[str, Callable[[], corpora.Corpus]] = {
     "documentation": corpora.documentation,
 }
 ANSWERS = "answers"
+OTHER_KINDS = ", ".join([READS_LOGITS, *VARIANTS])
 CHAT_TEMPLATE = "{{ messages[-1]['content'] }}"  # the lab's prompts are plain text
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 
@@ -103,7 +106,7 @@ def _corpus(name: str, answers: Path | None, tokenizer: str | None) -> corpora.C
 @app.command()
 def run(
     folder: Annotated[Path, typer.Argument(help="What `prepare` wrote.")],
-    kinds: Annotated[str, typer.Option(help=f"Separated by commas; also {READS_LOGITS}.")] = ",".join(KINDS),
+    kinds: Annotated[str, typer.Option(help=f"Separated by commas; also {OTHER_KINDS}.")] = ",".join(KINDS),
     seeds: Annotated[str, typer.Option(help="One run of each kind for each; separated by commas.")] = "0",
     updates: int = DrafterRecipe.updates,
     num_layers: int = DrafterRecipe.num_layers,
@@ -127,7 +130,7 @@ def run(
             drafter, record = train(lab, kind, recipe)
             result: dict[str, Any] = {"kind": kind, "recipe": vars(recipe), **record}
             result["counts"] = measure(lab, drafter, lab.held_out)
-            if kind in ("dflow", READS_LOGITS):
+            if has_relay(kind):
                 result["counts_relay_off"] = measure(lab, drafter, lab.held_out, use_relay=False)
             if kind == "dflash" and with_probe:
                 result["probe"] = probe(lab, drafter, lab.held_out)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig
 from hf_dflow.bench.lab.target import TargetRecipe, answer, new_model, train_language_model
+from hf_dflow.bench.lab.variants import VARIANTS, VariantTrainer
 from hf_dflow.bench.probe import probe_text, summarise
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.features import FeatureStore
@@ -82,6 +83,11 @@ def _read(path: Path) -> list[TrainingRow]:
     return [TrainingRow(**record) for record in json.loads(path.read_text())]
 
 
+def has_relay(kind: str) -> bool:
+    """Whether drafters of `kind` are trained with a relay."""
+    return kind in ("dflow", READS_LOGITS, *VARIANTS)
+
+
 def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int) -> TrainingConfig:
     """The recipe as a run of one of `KINDS`; without a relay, only what the relay does is left out."""
     rounds = 0 if kind == "dflash" else recipe.relay_rounds
@@ -92,7 +98,7 @@ def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int) -> Tra
         mask_token_id=mask_token_id,
         target_layer_ids=list(recipe.target_layer_ids),
         stages=[stage],
-        use_relay=kind in ("dflow", READS_LOGITS),
+        use_relay=has_relay(kind),
         relay_top_k=RELAY_TOP_K if kind == READS_LOGITS else None,
         distillation=recipe.distillation,
         teacher_top_k=8,
@@ -102,19 +108,29 @@ def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int) -> Tra
     )
 
 
-def train(lab: Lab, kind: str, recipe: DrafterRecipe) -> tuple[Any, dict[str, float]]:
-    """Train a drafter of `kind`; returns it with the seconds that it took and its size."""
-    started = time.perf_counter()
+def train(lab: Lab, kind: str, recipe: DrafterRecipe) -> tuple[Any, dict[str, Any]]:
+    """Train a drafter of `kind`; returns it with the seconds that it took, its size and each round's last losses."""
+    started, record = time.perf_counter(), {}
     folder = lab.folder / "runs" / f"{kind}-{recipe.seed}-{recipe.updates}-{recipe.num_layers}"
     if kind == "autoregressive":
         drafter = _train_autoregressive(lab, recipe)
     else:
         config = training_config(kind, recipe, lab.tokenizer.mask_token_id)
-        trainer = Trainer(config, lab.target, lab.rows, lab.features(recipe), folder)
+        given = (config, lab.target, lab.rows, lab.features(recipe), folder)
+        trainer = VariantTrainer(*given, variant=VARIANTS[kind]) if kind in VARIANTS else Trainer(*given)
         trainer.run()
         drafter = trainer.drafter.eval()
+        record["last_losses"] = last_losses(folder / "log.jsonl")
     count = sum(weight.numel() for name, weight in drafter.named_parameters() if "embed" not in name)
-    return drafter, {"training_seconds": time.perf_counter() - started, "non_embedding_parameters": count}
+    seconds = time.perf_counter() - started
+    return drafter, {"training_seconds": seconds, "non_embedding_parameters": count, **record}
+
+
+def last_losses(log: Path, updates: int = 100) -> list[float]:
+    """Mean loss of each round over the last `updates` of a run's log; the mask round's first."""
+    lines = [line for line in map(json.loads, log.read_text(encoding="utf-8").splitlines()) if "losses" in line]
+    counted = [line["losses"] for line in lines if line["update"] > lines[-1]["update"] - updates]
+    return [sum(losses) / len(counted) for losses in zip(*counted, strict=True)]
 
 
 def _train_autoregressive(lab: Lab, recipe: DrafterRecipe) -> Any:
