@@ -82,9 +82,10 @@ class DFlowDrafterConfig(PreTrainedConfig):
             ([`~hf_dflow.relay.summarise_logits`]); `None`: states alone, as in the paper.
         generation_defaults (`dict`, *optional*): Fields of [`DFlowGenerationConfig`] recorded with the drafter.
         fitted_decisions (`dict`, *optional*):
-            What `hf-dflow calibrate` fitted: `mixture`, the coefficients of [`StaleMixture`]'s learned weight, and
+            What `hf-dflow calibrate` fitted: `mixture`, the coefficients of [`StaleMixture`]'s learned weight;
             `calibration`, for "greedy" and "sampled" drafts a line through the logit of the drafter's confidence
-            (intercept, slope) for the first, the second and later slots.
+            (intercept, slope) for the first, the second and later slots; and `row_precision`, for each of the two how
+            alike texts are (the inverse variance of what a text adds to the intercept).
     """
 
     model_type = "dflow_drafter"

@@ -12,11 +12,11 @@ def fault_of(fitted: Any) -> str | None:
     """What is wrong with a drafter's `fitted_decisions`, or `None`.
 
     Args:
-        fitted (`dict`): `{"mixture": [NUM_TRAITS numbers], "calibration": {rule: [SLOT_GROUPS pairs]}}`; either key may
-            be missing.
+        fitted (`dict`): `{"mixture": [NUM_TRAITS numbers], "calibration": {rule: [SLOT_GROUPS pairs]}, "row_precision":
+            {rule: number}}`; any key may be missing.
     """
-    if not isinstance(fitted, dict) or not fitted.keys() <= {"mixture", "calibration"}:
-        return "it may hold 'mixture' and 'calibration', and nothing else"
+    if not isinstance(fitted, dict) or not fitted.keys() <= {"mixture", "calibration", "row_precision"}:
+        return "it may hold 'mixture', 'calibration' and 'row_precision', and nothing else"
     if "mixture" in fitted and not _is_table(fitted["mixture"], (NUM_TRAITS,)):
         return f"'mixture' must be {NUM_TRAITS} numbers"
     calibration = fitted.get("calibration", {})
@@ -25,6 +25,12 @@ def fault_of(fitted: Any) -> str | None:
     for rule, lines in calibration.items():
         if not _is_table(lines, (SLOT_GROUPS, 2)):
             return f"'calibration' for {rule} drafts must be {SLOT_GROUPS} pairs of numbers"
+    precisions = fitted.get("row_precision", {})
+    if not isinstance(precisions, dict) or not precisions.keys() <= set(DRAFT_RULES):
+        return f"'row_precision' may hold {' and '.join(map(repr, DRAFT_RULES))}, and nothing else"
+    for rule, value in precisions.items():
+        if not _is_table(value, ()) or value <= 0:
+            return f"'row_precision' for {rule} drafts must be a number above 0"
     return None
 
 

@@ -45,16 +45,37 @@ def test_the_weight_goes_where_the_row_is_right():
     assert len(weights) == len(knows)
 
 
+def made_up_texts(shifts, eases, steps, generator):
+    """Texts of `steps` steps; a draft's acceptance is its confidence, off by its slot's shift and its text's ease."""
+
+    def step(ease):
+        sure = (torch.rand(len(shifts), generator=generator) * 0.9 + 0.05).tolist()
+        for slot, one in enumerate(sure):
+            truth = torch.sigmoid(torch.logit(torch.tensor(one)) + shifts[slot] + ease)
+            if torch.rand((), generator=generator) >= truth:
+                return sure[: slot + 1], slot
+        return sure, len(sure)
+
+    return [[step(ease) for _ in range(steps)] for ease in eases]
+
+
+@pytest.mark.parametrize(("spread", "least", "most"), [(1.0, 0.5, 2.9), (0.25, 8.0, 46.0), (0.0, 64.0, 256.0)])
+def test_texts_that_differ_more_are_learned_faster(spread, least, most):
+    """Bug: a precision that is the same for all drafters, or texts that share what they learn."""
+    generator = torch.Generator().manual_seed(0)
+    eases = (torch.randn(200, generator=generator) * spread).tolist()
+    texts = made_up_texts((0.0, 0.0), eases, 25, generator)
+    precision, found = calibrate.fit_precision(texts, [[0.0, 1.0]] * 3)
+    assert least <= precision <= most
+    if spread:
+        assert found["likelihood"] > found["likelihood_without"] + 0.005 * spread**2
+
+
 def test_a_line_undoes_overconfidence():
     """Bug: slots that share one line, or a slope where an intercept is needed."""
     generator = torch.Generator().manual_seed(0)
-    judged = []
-    for slot, shift in ((0, 0.0), (1, -1.0), (2, -2.0), (5, -2.0)):
-        for _ in range(3000):
-            sure = float(torch.rand((), generator=generator) * 0.9 + 0.05)
-            truth = torch.sigmoid(torch.logit(torch.tensor(sure)) + shift)
-            judged.append((slot, sure, bool(torch.rand((), generator=generator) < truth)))
-    lines, found = calibrate.fit_calibration(judged)
+    texts = made_up_texts((0.0, -1.0, -2.0, -2.0, -2.0, -2.0), [0.0] * 40, 300, generator)
+    lines, found = calibrate.fit_calibration(texts)
     for (intercept, slope), shift in zip(lines, (0.0, -1.0, -2.0), strict=True):
         assert intercept == pytest.approx(shift, abs=0.15) and slope == pytest.approx(1.0, abs=0.15)
     assert abs(found["too_sure_after"]) < 0.01 < found["too_sure_before"]
@@ -106,7 +127,8 @@ def test_what_is_kept_is_read_and_used(calibrated, monkeypatch):
     """Bug: fitted numbers that no call reads, or that change a text."""
     drafter = DFlowDrafter.from_pretrained(calibrated).double().eval()
     fitted = drafter.config.fitted_decisions
-    assert fitted["calibration"].keys() == {"greedy", "sampled"}
+    assert fitted["calibration"].keys() == fitted["row_precision"].keys() == {"greedy", "sampled"}
+    assert all(value in calibrate.PRECISIONS for value in fitted["row_precision"].values())
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = AutoModelForCausalLM.from_pretrained(TINY_TARGET).double().eval()
@@ -135,13 +157,35 @@ def test_what_is_kept_is_read_and_used(calibrated, monkeypatch):
     assert 0 < first < 1 and expected != [0.0, 1.0]
 
 
+def test_fitting_foretells_what_serving_predicts():
+    """Bug: a precision fitted for predictions that no call makes, or that no call reads."""
+    target = tiny_target()
+    lines, costs = [[0.3, 0.8], [-0.5, 1.2], [-1.0, 1.0]], {"draft": 0.0, "verify": [1.0] * 8}
+    told = {}
+    for precision in (0.5, 50.0):
+        fitted = {"calibration": {"greedy": lines}, "row_precision": {"greedy": precision, "sampled": 7.0}}
+        drafter = tiny_drafter(target, 6, fitted_decisions=fitted)
+        log = calibrate.Log(texts=[[]])
+        options = {"do_sample": False, "max_new_tokens": 30, "return_dict_in_generate": True}
+        recorder = calibrate.Recorder(log, is_sampled=False)
+        recorded = DFlowGenerationConfig(**options, acceptance_processors=[recorder])
+        target.generate(prompt_of(5), generation_config=recorded, assistant_model=drafter)
+        served = DFlowGenerationConfig(**options, adaptive_length=True, step_costs=costs)
+        output = target.generate(prompt_of(5), generation_config=served, assistant_model=drafter)
+        told[precision] = output.statistics.predictions
+        assert torch.allclose(
+            *map(torch.tensor, (calibrate._foretold(log.texts[0], lines, precision), told[precision]))
+        )
+    assert len(told[0.5]) > 10 and told[0.5] != told[50.0]
+
+
 def test_recording_changes_no_draft():
     """Bug: a record of what other drafts would have done."""
     target = tiny_target()
     drafter = tiny_drafter(target, 6)
     torch.manual_seed(0)
     torch.nn.init.normal_(drafter.relay.down_proj.weight, std=0.3)
-    log = calibrate.Log()
+    log = calibrate.Log(texts=[[]])
     config = DFlowGenerationConfig(
         do_sample=False, max_new_tokens=30, return_dict_in_generate=True,
         acceptance_processors=[calibrate.Recorder(log, is_sampled=False)],
@@ -149,10 +193,8 @@ def test_recording_changes_no_draft():
     watched = target.generate(prompt_of(5), generation_config=config, assistant_model=drafter).statistics
     alone = dflow_greedy(target, drafter, prompt_of(5), max_new_tokens=30).statistics
     assert watched.per_step_accepted == alone.per_step_accepted
-    assert len(log.judged) == sum(
-        min(drafted, accepted + 1)
-        for drafted, accepted in zip(watched.per_step_drafted, watched.per_step_accepted, strict=True)
-    )
+    steps = zip(watched.per_step_drafted, watched.per_step_accepted, strict=True)
+    assert [(len(seen), accepted) for seen, accepted in log.texts[0]] == [(min(n, a + 1), a) for n, a in steps]
     assert sum(len(one) for one in log.traits) > 10
 
 
@@ -162,6 +204,10 @@ def test_what_cannot_be_is_refused(calibrated, tmp_path):
     for wrong in (
         {"mixture": [1.0]},
         {"calibration": {"greedy": [[0.0, 1.0]]}},
+        {"row_precision": {"greedy": 0.0}},
+        {"row_precision": {"greedy": True}},
+        {"row_precision": {"lossy": 4.0}},
+        {"row_precision": 4.0},
         {"mixture": [float("nan")] * 8},
         3,
         {"a": 1},

@@ -4,11 +4,14 @@
   rejected row, gives the tokens that verification revealed the highest likelihood.
 * The calibration of its confidence ([`LengthPlanner`]): for the first, the second and later slots, the line through its
   logit that predicts acceptance best (Platt scaling, 1999).
+* How much texts differ in difficulty, so how fast a row corrects that line by its own steps: the prior precision under
+  which the planner, run over each recorded text, predicted best (empirical Bayes).
 
 Decoding records with neither of them in use, so that both are fitted on what the drafter does by itself.
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +28,7 @@ from hf_dflow.fitted import NUM_TRAITS, SLOT_GROUPS
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.mixture import LARGEST_WEIGHT, StaleMixture
-from hf_dflow.generation.step_length import LEAST_CONFIDENCE
+from hf_dflow.generation.step_length import LEAST_CONFIDENCE, LengthPlanner, StepCosts
 from hf_dflow.generation.verification import Verification
 
 MODES = {"greedy": Mode(), "sampled": Mode(1.0, "token")}
@@ -38,7 +41,12 @@ NOTHING_IN_USE = {
 }
 FEWEST = 200  # of revealed slots, or of judged drafts: with fewer nothing is fitted
 RIDGE = 1.0  # squared coefficients are weighed against log-likelihoods of single tokens
+SMALLEST = 1e-9  # probability that a logarithm is taken of
+NEVER = 1e12  # precision of a row that learns nothing
 CONFIG = "config.json"
+PRECISIONS = tuple(2.0 ** (exponent / 2) for exponent in range(-4, 17))  # 0.25 … 256: texts apart by 2 … 1/16 logit
+
+JudgedStep = tuple[list[float], int]  # confidences of the drafts that were judged, and how many were accepted
 
 
 @dataclass
@@ -47,7 +55,7 @@ class Log:
 
     traits: list[torch.Tensor] = field(default_factory=list)  # [slots, NUM_TRAITS] of each step
     likelihoods: list[torch.Tensor] = field(default_factory=list)  # [slots, 3] drafter's, rejected row's, kept mass
-    judged: list[tuple[int, float, bool]] = field(default_factory=list)  # slot, confidence, accepted
+    texts: list[list[JudgedStep]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> "Log":
         return self
@@ -71,7 +79,8 @@ class Recorder(StaleMixture):
         accepted, verified = int(verification.accepted_length[0]), draft.token_ids.shape[1]
         # The planner sees the backbone's own law where drafts are sampled: see `DraftBlock.confidences`.
         seen = self._confidences if self.is_sampled else _confidences(draft.logits)
-        self.log.judged += [(slot, seen[slot], slot < accepted) for slot in range(min(verified, accepted + 1))]
+        if verified:
+            self.log.texts[-1].append((seen[: min(verified, accepted + 1)], accepted))
         if mixed is not None:
             told = self._reveal(mixed, draft, verification)
             columns = torch.stack([told.own, told.stale, mixed.kept], dim=-1)
@@ -106,12 +115,18 @@ def fit_mixture(traits: torch.Tensor, likelihoods: torch.Tensor) -> tuple[list[f
     return coefficients.tolist(), {**found, "mixture": float(gain(coefficients).mean())}
 
 
-def fit_calibration(judged: list[tuple[int, float, bool]]) -> tuple[list[list[float]], dict[str, float]]:
+def fit_calibration(texts: list[list[JudgedStep]]) -> tuple[list[list[float]], dict[str, float]]:
     """A line (intercept, slope) for each group of slots, and how far confidence is off without and with it.
 
     Args:
-        judged (`list[tuple[int, float, bool]]`): Slot, confidence and whether the draft was accepted.
+        texts (`list[list[JudgedStep]]`): The steps of each.
     """
+    judged = [
+        (slot, confidence, slot < accepted)
+        for steps in texts
+        for confidences, accepted in steps
+        for slot, confidence in enumerate(confidences)
+    ]
     slots = torch.tensor([min(slot, SLOT_GROUPS - 1) for slot, _, _ in judged])
     sure = torch.tensor([one for _, one, _ in judged], dtype=torch.float64)
     sure = sure.clamp(LEAST_CONFIDENCE, 1 - LEAST_CONFIDENCE)
@@ -130,6 +145,34 @@ def fit_calibration(judged: list[tuple[int, float, bool]]) -> tuple[list[list[fl
     _minimise(lines, loss)
     after = float((predicted() - accepted).mean())
     return lines.tolist(), {"drafts": len(judged), "too_sure_before": before, "too_sure_after": after}
+
+
+def fit_precision(texts: list[list[JudgedStep]], lines: list[list[float]]) -> tuple[float, dict[str, float]]:
+    """Which of `PRECISIONS` predicts best, and the mean log-likelihood of a judged draft under it and with no learning.
+
+    Args:
+        texts (`list[list[JudgedStep]]`): The steps of each, in order; each is learned from alone, as a row is.
+        lines (`list[list[float]]`): Of [`fit_calibration`].
+    """
+
+    def likelihood(precision: float) -> float:
+        told = [one for steps in texts for one in _foretold(steps, lines, precision)]
+        right = [predicted if accepted else 1.0 - predicted for predicted, accepted in told]
+        return sum(math.log(max(one, SMALLEST)) for one in right) / len(right)
+
+    found = {precision: likelihood(precision) for precision in PRECISIONS}
+    best = max(found, key=found.__getitem__)
+    return best, {"likelihood": found[best], "likelihood_without": likelihood(NEVER)}
+
+
+def _foretold(steps: list[JudgedStep], lines: list[list[float]], precision: float) -> list[tuple[float, bool]]:
+    """What a row's planner would have predicted of each judged draft, and what became of it."""
+    most = max((len(confidences) for confidences, _ in steps), default=0)
+    planner = LengthPlanner(StepCosts(0.0, (1.0,) * (most + 1)), lines, precision=precision)
+    for confidences, accepted in steps:
+        planner.choose(confidences)
+        planner.learn(len(confidences), accepted)
+    return planner.outcomes
 
 
 def _minimise(parameters: torch.Tensor, loss: Any) -> None:
@@ -152,7 +195,7 @@ def fit(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Console
     Raises:
         DFlowError: The prompts revealed too little.
     """
-    fitted: dict[str, Any] = {"calibration": {}}
+    fitted: dict[str, Any] = {"calibration": {}, "row_precision": {}}
     found: dict[str, Any] = {}
     for kind, mode in MODES.items():
         log = Log()
@@ -160,14 +203,18 @@ def fit(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Console
         watched = Contestant(kind, pair.drafter, options={**NOTHING_IN_USE, "acceptance_processors": [recorder]})
         numbered = track(list(enumerate(prompts)), kind, console=console, disable=console is None)
         for number, prompt in numbered:
+            log.texts.append([])
             decode(pair.target, pair.encode(prompt.text), watched, mode, max_new_tokens, number)
         revealed = sum(len(one) for one in log.traits)
-        if min(len(log.judged), revealed) < FEWEST:
+        judged = sum(len(confidences) for steps in log.texts for confidences, _ in steps)
+        if min(judged, revealed) < FEWEST:
             raise DFlowError(
-                f"{kind}: {len(log.judged)} drafts were judged and {revealed} fed slots revealed; fitting needs "
+                f"{kind}: {judged} drafts were judged and {revealed} fed slots revealed; fitting needs "
                 f"{FEWEST} of both: give more prompts, or a larger --max-new-tokens"
             )
-        fitted["calibration"][kind], found[f"calibration, {kind}"] = fit_calibration(log.judged)
+        lines, found[f"calibration, {kind}"] = fit_calibration(log.texts)
+        fitted["calibration"][kind] = lines
+        fitted["row_precision"][kind], found[f"row precision, {kind}"] = fit_precision(log.texts, lines)
         if kind == "greedy":  # a weight for both: what a rejected row knows does not depend on how drafts are chosen
             fitted["mixture"], found["mixture"] = fit_mixture(torch.cat(log.traits), torch.cat(log.likelihoods))
             assert len(fitted["mixture"]) == NUM_TRAITS

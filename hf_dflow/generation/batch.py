@@ -18,7 +18,7 @@ from hf_dflow.generation.records import Records, combine
 from hf_dflow.generation.row_processors import for_row
 from hf_dflow.generation.state import DecodeState, Row
 from hf_dflow.generation.statistics import AcceptanceStatistics
-from hf_dflow.generation.step_length import LengthPlanner, StepCosts
+from hf_dflow.generation.step_length import ROW_PRECISION, LengthPlanner, StepCosts
 from hf_dflow.generation.uniforms import generator_of, row_seeds
 from hf_dflow.monitor import RoutePolicy
 
@@ -48,7 +48,6 @@ def make_rows(
     if lossy:
         logger.warning("%s makes acceptance lossy: the text may differ from the target's own.", ", ".join(lossy))
     kind = "sampled" if generation_config.do_sample else "greedy"
-    calibration = options.fitted.get("calibration", {}).get(kind)
     made = []
     for i in range(batch_size):
         statistics = AcceptanceStatistics(verification=rule, lossless=not lossy)
@@ -61,10 +60,16 @@ def make_rows(
             records=Records(generation_config),
             generator=generators[i],
             statistics=statistics,
-            planner=None if costs is None else LengthPlanner(costs, calibration, outcomes=statistics.predictions),
+            planner=None if costs is None else _planner(costs, options.fitted, kind, statistics),
         )
         made.append(row)
     return made
+
+
+def _planner(costs: StepCosts, fitted: dict[str, Any], kind: str, statistics: AcceptanceStatistics) -> LengthPlanner:
+    calibration = fitted.get("calibration", {}).get(kind)
+    precision = fitted.get("row_precision", {}).get(kind, ROW_PRECISION)
+    return LengthPlanner(costs, calibration, outcomes=statistics.predictions, precision=precision)
 
 
 def decode_all(

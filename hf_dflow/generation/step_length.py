@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BINS = 8  # of confidence
 PRIOR_COUNT = 4.0  # judged drafts that the drafter's own word is worth
-ROW_PRECISION = 4.0  # of a row's own difficulty before anything was judged: half a logit up or down is common
+ROW_PRECISION = 4.0  # where none was fitted, of a row's own difficulty at first: half a logit up or down is common
 FORGET = 0.9  # of the yield of drafting, with each step
 STALE = 0.95  # of what was judged, with each further draft of the same slot and confidence
 LEAST_CONFIDENCE = 1e-4  # and one less it at most, so that its logit is a number
