@@ -212,12 +212,15 @@ def test_what_the_decisions_are_worth_is_measured():
         assert f"{error:.1%} over {found['drafts']:,} judged drafts (chance: {chance:.1%})" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("name", ["decisions-together", "decisions-together-dflash"])
+@pytest.mark.parametrize(
+    "name", ["decisions-together", "decisions-together-dflash", "decisions-together-dflash-sampled"]
+)
 def test_switches_are_printed_as_measured(name):
     """Bug: a switch's cost or speed of another run, or of another drafter."""
     text = (ROOT / "docs" / "feedback-decisions.md").read_text(encoding="utf-8")
     record = evaluation(name)
-    assert record["identity"]["identical_to_each_other"] == record["conditions"]["prompts"]
+    if "T=0" in record["modes"]:
+        assert record["identity"]["identical_to_each_other"] == record["conditions"]["prompts"]
     for groups in record["modes"].values():
         by_task = groups["modelled_seconds_per_token"]["by_task"]
         for switches, found in groups["all"]["contestants"].items():
