@@ -13,7 +13,6 @@ from hf_dflow import hub_commands as hub
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.bench import commands as bench_commands
 from hf_dflow.bench.options import (
-    BundledOption,
     DrafterOption,
     HumanEvalOption,
     JsonOption,
@@ -132,11 +131,13 @@ def probe(
 def calibrate(
     drafter: Annotated[Path, typer.Argument(help="Folder of a drafter saved by this package; its config changes.")],
     target: TargetOption = None,
-    bundled: BundledOption = False,
+    bundled: Annotated[
+        bool, typer.Option("--bundled", help="Bundled prompts of six tasks, on which nothing is measured; the default.")
+    ] = False,
     prompts: PromptFilesOption = None,
     human_eval: HumanEvalOption = 0,
     sharegpt: ShareGptOption = 0,
-    skip: Annotated[int, typer.Option(min=0, help="Leave out the first so many prompts: those you measure on.")] = 0,
+    skip: Annotated[int, typer.Option(min=0, help="Of other prompts, leave out so many: those you measure on.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Fit and show; the folder stays as it is.")] = False,
     json_path: JsonOption = None,
@@ -147,15 +148,19 @@ def calibrate(
         from hf_dflow.bench import calibrate as bench
         from hf_dflow.bench.report import run_conditions
         from hf_dflow.bench.runners import load_pair, use_threads
-        from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
+        from hf_dflow.bench.workloads import FITTING, chosen_prompts, read_prompts, tasks_in_turn
 
         bench.own_config(drafter)
         if not dry_run:
             writable(drafter / bench.CONFIG)
-        chosen = chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
-        workload = tasks_in_turn(chosen)[skip:]
-        if not workload:
-            raise DFlowError(f"--skip {skip} leaves none of {len(chosen)} prompts; skip fewer, or give more")
+        workload, others = [], prompts or human_eval or sharegpt
+        if others:
+            chosen = chosen_prompts(files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
+            workload = tasks_in_turn(chosen)[skip:]
+            if not workload:
+                raise DFlowError(f"--skip {skip} leaves none of {len(chosen)} prompts; skip fewer, or give more")
+        if bundled or not others:
+            workload += tasks_in_turn(read_prompts(FITTING))
         use_threads(threads)
         pair = load_pair(target, drafter)
         result = bench.fit(pair, workload, max_new_tokens, Console())

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig, DrafterConfigError, UnsupportedGenerationError
 from hf_dflow.bench import calibrate
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
-from hf_dflow.bench.workloads import Prompt
+from hf_dflow.bench.workloads import FITTING, HELD_OUT, Prompt, read_prompts
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
 from hf_dflow.fitted import NUM_TRAITS
@@ -138,9 +138,9 @@ def test_what_is_kept_is_read_and_used(calibrated, monkeypatch):
     )
     used, honest = [], StaleMixture._weights
 
-    def weights(self, buckets, traits):
+    def weights(self, mixed):
         used.append(self.coefficients)
-        return honest(self, buckets, traits)
+        return honest(self, mixed)
 
     monkeypatch.setattr(StaleMixture, "_weights", weights)
     plain = plain_greedy(target, encoded["input_ids"], 40)
@@ -233,6 +233,34 @@ def test_what_cannot_be_is_refused(calibrated, tmp_path):
     done = CliRunner().invoke(app, ["calibrate", str(calibrated), *options, "--max-new-tokens", "4"])
     assert done.exit_code != 0 and "give more prompts" in done.output
     assert (calibrated / "config.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), ["bundled"]),
+        (("--bundled",), ["bundled"]),
+        (("--prompts", "FILE", "--skip", "1"), ["b"]),
+        (("--prompts", "FILE", "--skip", "1", "--bundled"), ["b", "bundled"]),
+    ],
+)
+def test_nothing_is_fitted_on_prompts_for_figures(calibrated, monkeypatch, tmp_path, options, expected):
+    """Bug: coefficients fitted on the very prompts that bench and decisions measure, or bundled prompts skipped."""
+    (tmp_path / "own.json").write_text('{"own": ["a", "b"]}')
+    seen = []
+
+    def fit(pair, prompts, *others):
+        seen.extend(prompts)
+        raise DFlowError("seen")
+
+    monkeypatch.setattr(calibrate, "fit", fit)
+    options = [str(tmp_path / "own.json") if one == "FILE" else one for one in options]
+    CliRunner().invoke(app, ["calibrate", str(calibrated), "--target", str(TINY_TARGET), *options])
+    fitting, figures = (set(read_prompts(path)) for path in (FITTING, HELD_OUT))
+    assert seen and not figures & set(seen)
+    own = [prompt.text for prompt in seen if prompt.task == "own"]
+    assert own + (["bundled"] if fitting <= set(seen) else []) == expected
+    assert len(seen) == len(own) + (len(fitting) if "bundled" in expected else 0)
 
 
 def test_the_drafters_defaults_are_not_in_use_while_it_is_watched(monkeypatch):

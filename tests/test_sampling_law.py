@@ -113,8 +113,6 @@ def relay_of_the_same_step(monkeypatch):
                 bonus_ids=rows[0].ids[:, -1],
                 rejected_ids=block.token_ids[:, 0],
                 accepted_length=torch.zeros_like(rows[0].ids[:, 0]),
-                target_logits=None,
-                draft_logits=None,
             )
             block = replace(block, logits=redraft[-1](peek))
         return decide(verifier, rows, lengths, block, target_logits, features, uniforms, ends)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from law import Loop, law_error, three_token_drafter, three_token_target
 
-from hf_dflow import DFlowDecoder, DFlowGenerationConfig, StaleMixture, UnsupportedGenerationError, VerifierFeedback
+from hf_dflow import DFlowDecoder, DFlowGenerationConfig, StaleMixture, UnsupportedGenerationError
 from hf_dflow.generation import mixture
 from hf_dflow.generation.drafting import DraftBlock
+from hf_dflow.generation.feedback import StepLogits, VerifierFeedback
 
 EXACT, BROKEN = 1e-9, 1e-3
 SLOTS, VOCAB = 3, 6
@@ -99,16 +100,17 @@ def test_control_the_rejected_row_in_the_accept_test(monkeypatch, target, rule):
     assert law_error(loop, 1) > BROKEN
 
 
-def feedback_of(stale: torch.Tensor, is_fed=None) -> VerifierFeedback:
+def feedback_of(stale: torch.Tensor, accepted: int = 0) -> VerifierFeedback:
+    """Of a step with as many drafts as `stale` has rows; its rejected rows are the first of those."""
     slots = stale.shape[1]
+    before = torch.randn(1, 1 + accepted, stale.shape[2], dtype=stale.dtype)  # the anchor's and accepted drafts' rows
     return VerifierFeedback(
         features=torch.zeros(1, slots, 4),
-        is_fed=torch.ones(1, slots, dtype=torch.bool) if is_fed is None else is_fed,
+        is_fed=torch.arange(slots)[None] < slots - accepted,
         bonus_ids=torch.tensor([0]),
         rejected_ids=torch.tensor([1]),
-        accepted_length=torch.tensor([0]),
-        target_logits=stale,
-        draft_logits=None,
+        accepted_length=torch.tensor([accepted]),
+        logits=StepLogits(torch.cat([before, stale[:, : slots - accepted]], dim=1), torch.zeros_like(stale)),
     )
 
 
@@ -125,8 +127,7 @@ def test_the_mixture_by_hand(monkeypatch):
     q, stale = (torch.randn(1, SLOTS, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2))
     q[..., 5] = -torch.inf  # a token that the drafter cannot say, which the verifier likes
     stale[..., 5] = 4.0
-    is_fed = torch.tensor([[True, True, False]])
-    found = StaleMixture(0.3).adjust_draft_logits(q, feedback_of(stale, is_fed)).softmax(-1)
+    found = StaleMixture(0.3).adjust_draft_logits(q, feedback_of(stale, accepted=1)).softmax(-1)
     for slot in range(2):
         p = stale[0, slot].softmax(-1)
         best = max(range(5), key=lambda token: p[token])

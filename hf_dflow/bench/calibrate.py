@@ -96,7 +96,7 @@ def fit_mixture(traits: torch.Tensor, likelihoods: torch.Tensor) -> tuple[list[f
     """Coefficients of the mixture's weight, and the mean log-likelihood of a revealed token without and with it.
 
     Args:
-        traits (`torch.Tensor` of shape `(M, NUM_TRAITS)`): Of M revealed slots, see [`traits_of`].
+        traits (`torch.Tensor` of shape `(M, NUM_TRAITS)`): Of M revealed slots, see [`StaleMixture`].
         likelihoods (`torch.Tensor` of shape `(M, 3)`): Of each slot's token by the drafter and by the rejected row's
             likeliest tokens, and the mass of these.
     """

@@ -17,6 +17,7 @@ from hf_dflow.errors import DFlowError
 DEMO = Path(__file__).with_name("demo_prompts.json")  # one of each kind, shown by `hf-dflow demo`
 ALL_TASKS = "all"
 HELD_OUT = Path(__file__).with_name("prompts.json")  # four for each of six tasks, for figures
+FITTING = Path(__file__).with_name("fitting_prompts.json")  # others of the same tasks, for what is fitted to a drafter
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,22 @@
 """What the verifier computed on rejected rows, lined up with the slots of the next block."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.rows import shift_left
 from hf_dflow.generation.verification import Verification
+
+
+@dataclass(frozen=True)
+class StepLogits:
+    """Logits of a step as it left them. They are as wide as the vocabulary, so they are moved only for who asks."""
+
+    target: torch.Tensor  # [B, N + 1, V] raw; row 0 is the anchor's
+    draft: torch.Tensor  # [B, N, V] processed
+    lengths: torch.Tensor | None = None  # [B] drafts of each row, where that is not N
 
 
 @dataclass(frozen=True)
@@ -22,44 +32,60 @@ class VerifierFeedback:
     bonus_ids: torch.Tensor  # [B] the next anchor
     rejected_ids: torch.Tensor  # [B] the first rejected draft; meaningless where nothing is fed
     accepted_length: torch.Tensor  # [B]
-    # Only for who reads them: acceptance processors, and a relay with `relay_top_k`.
-    target_logits: torch.Tensor | None  # [B, N, V] raw, of the same rows: what follows a wrong prefix
-    draft_logits: torch.Tensor | None  # [B, N, V] what the drafter said of the slots' positions one step ago
+    logits: StepLogits | None = None  # only for who reads them: acceptance processors, and a relay with `relay_top_k`
     lengths: list[int] = field(default_factory=list)  # drafts of each row in that step, at most N; empty for N each
+
+    @cached_property
+    def target_logits(self) -> torch.Tensor | None:
+        """`[B, N, V]`, raw, of the rejected rows: what follows a wrong prefix. `None` where nobody was to read them."""
+        if self.logits is None:
+            return None
+        return shift_left(self.logits.target[:, 1:], self.accepted_length, self.logits.lengths)[0]
+
+    @cached_property
+    def draft_logits(self) -> torch.Tensor | None:
+        """`[B, N, V]`: what the drafter said of the slots' positions one step ago."""
+        if self.logits is None:
+            return None
+        # Draft i predicted position i; slot s of the next block sits at position a + 1 + s.
+        return shift_left(self.logits.draft, self.accepted_length + 1, self.logits.lengths)[0]
+
+    @property
+    def fed_logits(self) -> torch.Tensor | None:
+        """`[1, N - a, V]`: of `target_logits` what feeds slots, not copied. Only for one row, as processors see it."""
+        return None if self.logits is None else self.logits.target[:, 1 + int(self.accepted_length) :]
 
     def row(self, row: int) -> "VerifierFeedback | None":
         """What one row would get if it were alone; `None` where it drafted nothing."""
         length = self.lengths[row] if self.lengths else self.is_fed.shape[1]
         if not length:
             return None
-        one = slice(row, row + 1)
-        target_logits, draft_logits = (
-            None if logits is None else logits[one, :length] for logits in (self.target_logits, self.draft_logits)
-        )
+        one, logits = slice(row, row + 1), self.logits
+        if logits is not None:
+            logits = StepLogits(logits.target[one, : length + 1], logits.draft[one, :length])
         return VerifierFeedback(
             features=self.features[one, :length],
             is_fed=self.is_fed[one, :length],
             bonus_ids=self.bonus_ids[one],
             rejected_ids=self.rejected_ids[one],
             accepted_length=self.accepted_length[one],
-            target_logits=target_logits,
-            draft_logits=draft_logits,
+            logits=logits,
             lengths=[length],
         )
 
     def select(self, rows: torch.Tensor, kept: list[int]) -> "VerifierFeedback":
         """Only the rows `kept`, given on the device too."""
-        target_logits, draft_logits = (
-            None if logits is None else logits[rows] for logits in (self.target_logits, self.draft_logits)
-        )
+        logits = self.logits
+        if logits is not None:
+            lengths = None if logits.lengths is None else logits.lengths[rows]
+            logits = StepLogits(logits.target[rows], logits.draft[rows], lengths)
         return VerifierFeedback(
             features=self.features[rows.to(self.features.device)],
             is_fed=self.is_fed[rows],
             bonus_ids=self.bonus_ids[rows],
             rejected_ids=self.rejected_ids[rows],
             accepted_length=self.accepted_length[rows],
-            target_logits=target_logits,
-            draft_logits=draft_logits,
+            logits=logits,
             lengths=[self.lengths[row] for row in kept] if self.lengths else [],
         )
 
@@ -80,11 +106,6 @@ def make_feedback(
     accepted = verification.accepted_length
     # Row 0 is the anchor's, so dropping it makes entry i row i + 1; shifting by a then puts row a + i + 1 at entry i.
     features, is_fed = shift_left(verification.features[:, 1:], accepted, draft.lengths)
-    target_logits = draft_logits = None
-    if with_logits:
-        target_logits, _ = shift_left(verification.raw_logits[:, 1:], accepted, draft.lengths)
-        # Draft i predicted position i; slot s of the next block sits at position a + 1 + s.
-        draft_logits, _ = shift_left(draft.logits, accepted + 1, draft.lengths)
     last = num_drafts - 1 if draft.lengths is None else (draft.lengths - 1).clamp(min=0)
     first_rejected = accepted.clamp(max=last)[:, None]
     return VerifierFeedback(
@@ -93,7 +114,6 @@ def make_feedback(
         bonus_ids=verification.bonus_ids,
         rejected_ids=draft.token_ids.gather(1, first_rejected)[:, 0],
         accepted_length=accepted,
-        target_logits=target_logits,
-        draft_logits=draft_logits,
+        logits=StepLogits(verification.raw_logits, draft.logits, draft.lengths) if with_logits else None,
         lengths=lengths,
     )

@@ -7,7 +7,8 @@ ask no more of q than that); it never enters the accept test.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,16 +30,88 @@ LARGEST_WEIGHT = 0.9  # of these: something stays the drafter's
 
 
 @dataclass
+class _Law:
+    """The drafter's law of some slots, whose probabilities are made for the tokens that are asked for."""
+
+    logits: torch.Tensor  # [1, n, V]
+    log_total: torch.Tensor  # [1, n] of their exponentials
+    highest: torch.Tensor  # [1, n]
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> "_Law":
+        return cls(logits, logits.logsumexp(dim=-1), logits.amax(dim=-1))
+
+    def probs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Of tokens `[1, n, K]`."""
+        return (self.logits.gather(-1, token_ids) - self.log_total[..., None]).exp()
+
+
+@dataclass
 class _Mixed:
     """What the last draft was mixed from, until its outcome is known."""
 
-    draft_log_probs: torch.Tensor  # [1, n, V] the drafter's
-    token_ids: torch.Tensor  # [1, n, K] the rejected row's likeliest
-    probs: torch.Tensor  # [1, n, K] renormalised; 0 for what the drafter cannot say
-    weights: torch.Tensor  # [1, n] of these in the mixture; 0 where no row fed the slot
-    kept: torch.Tensor  # [1, n] the mass of the likeliest
-    buckets: torch.Tensor  # [1, n]
-    traits: torch.Tensor  # [1, n, NUM_TRAITS]
+    drafter: _Law
+    top: torch.Tensor  # [1, n, K] log-probabilities of the rejected row's likeliest
+    token_ids: torch.Tensor  # [1, n, K] these
+    own_at_top: torch.Tensor  # [1, n, K] the drafter's logits there
+    probs: torch.Tensor  # [1, n, K] the row's, renormalised; 0 for what the drafter cannot say
+    kept: torch.Tensor  # [1, n] the mass of the likeliest before
+    weights: torch.Tensor = field(init=False)  # [1, n] of these in the mixture
+
+    @classmethod
+    def of(cls, own: torch.Tensor, stale: torch.Tensor) -> "_Mixed":
+        """Of logits `[1, n, V]`. The row's law is only needed where it is likeliest, and the drafter's where it is
+        asked for: a whole vocabulary is read as seldom as can be."""
+        top, token_ids = stale.topk(min(TOP_K, stale.shape[-1]), dim=-1)
+        top = top - stale.logsumexp(dim=-1, keepdim=True)
+        own_at_top = own.gather(-1, token_ids)
+        probs = top.exp() * own_at_top.isfinite()  # the mask token, and others it has no row for
+        kept = probs.sum(dim=-1).clamp(max=1.0)  # a sum of all probabilities may be rounded above 1
+        probs = probs / kept.clamp(min=torch.finfo(probs.dtype).tiny)[..., None]
+        return cls(_Law.of(own), top, token_ids, own_at_top, probs, kept)
+
+    @property
+    def is_agreed(self) -> torch.Tensor:
+        """`[1, n]` whether drafter and row say the same is likeliest."""
+        return self.own_at_top[..., 0] == self.drafter.highest
+
+    def entropy(self) -> torch.Tensor:
+        """`[1, n]` of the row, in nats; what lies outside its likeliest counts as one token more, which makes it a
+        lower bound."""
+        probs = self.top.exp()
+        rest = (1.0 - probs.sum(dim=-1)).clamp(min=0.0)
+        return -torch.special.xlogy(probs, probs).sum(dim=-1) - torch.special.xlogy(rest, rest)
+
+    @cached_property
+    def buckets(self) -> torch.Tensor:
+        """`[1, n]`, for weights that are learned online."""
+        entropy = self.entropy()
+        level = sum(((entropy >= edge).long() for edge in ENTROPIES), torch.zeros_like(entropy, dtype=torch.long))
+        is_later = (torch.arange(entropy.shape[1], device=entropy.device) > 0).long()
+        return (is_later * 2 + self.is_agreed.long()) * (len(ENTROPIES) + 1) + level
+
+    @cached_property
+    def traits(self) -> torch.Tensor:
+        """What a weight that was fitted is made from, `[1, n, NUM_TRAITS]`.
+
+        One; whether the slot is not the first, and how far from the rejection it is, as a share of 8; whether drafter
+        and rejected row agree; the row's entropy in nats; the drafter's largest probability; the drafter's probability
+        of the row's likeliest token; and the row's.
+        """
+        place = torch.arange(self.top.shape[1], device=self.top.device).to(self.top).expand(self.top.shape[:2])
+        log_total = self.drafter.log_total
+        columns = [
+            torch.ones_like(place),
+            (place > 0).to(place),
+            place / 8.0,
+            self.is_agreed.to(place),
+            self.entropy(),
+            (self.drafter.highest - log_total).exp(),
+            (self.own_at_top[..., 0] - log_total).exp(),
+            self.top[..., 0].exp(),
+        ]
+        assert len(columns) == NUM_TRAITS
+        return torch.stack(columns, dim=-1)
 
 
 @dataclass
@@ -62,7 +135,7 @@ class StaleMixture(AcceptanceProcessor):
 
     Args:
         weight (`float`, *optional*): A fixed `w` in (0, 1] instead.
-        coefficients (`list[float]`, *optional*): Or the logit of `w` as a sum over a slot's traits ([`traits_of`]);
+        coefficients (`list[float]`, *optional*): Or the logit of `w` as a sum over a slot's traits ([`_Mixed.traits`]);
             `hf-dflow calibrate` fits them on recorded text, and nothing is learned online.
     """
 
@@ -80,43 +153,27 @@ class StaleMixture(AcceptanceProcessor):
 
     def adjust_draft_logits(self, draft_logits: torch.Tensor, feedback: "VerifierFeedback | None") -> torch.Tensor:
         self._mixed = None
-        if feedback is None or feedback.target_logits is None:
+        fed = None if feedback is None else feedback.fed_logits
+        hinted = 0 if fed is None else min(draft_logits.shape[1], fed.shape[1])
+        if fed is None or not hinted:
             return draft_logits
-        hinted = min(draft_logits.shape[1], feedback.is_fed.shape[1])
         # Half precision rounds a weight near 1 up to it, and what is left of a small probability to nothing.
-        dtype = torch.promote_types(draft_logits.dtype, torch.float32)
-        own, is_fed = draft_logits[:, :hinted].to(dtype), feedback.is_fed[:, :hinted].to(draft_logits.device)
-        stale = feedback.target_logits[:, :hinted].to(own)
-        log_q, log_p = own.log_softmax(dim=-1), stale.log_softmax(dim=-1)
-        top, token_ids = log_p.topk(min(TOP_K, stale.shape[-1]), dim=-1)
-        probs = top.exp() * log_q.gather(-1, token_ids).isfinite()  # the mask token, and others it has no row for
-        kept = probs.sum(dim=-1).clamp(max=1.0)  # a sum of all probabilities may be rounded above 1
-        probs = probs / kept.clamp(min=torch.finfo(probs.dtype).tiny)[..., None]
-        is_agreed = log_q.argmax(dim=-1) == token_ids[..., 0]
-        entropy = _entropy(top)
-        buckets = self._buckets(entropy, is_agreed)
-        traits = traits_of(log_q, top, token_ids, entropy, is_agreed)
-        weights = self._weights(buckets, traits).to(kept) * kept * is_fed
-        mixed = torch.logaddexp(
-            log_q + torch.log1p(-weights)[..., None],
-            torch.full_like(log_q, -torch.inf).scatter(-1, token_ids, (weights[..., None] * probs).log()),
-        )
-        self._mixed = _Mixed(log_q, token_ids, probs, weights, kept, buckets, traits)
-        mixed = torch.where(weights[..., None] > 0, mixed, own).to(draft_logits.dtype)
-        return torch.cat([mixed, draft_logits[:, hinted:]], dim=1)
+        own = draft_logits[:, :hinted].to(torch.promote_types(draft_logits.dtype, torch.float32))
+        self._mixed = mixed = _Mixed.of(own, fed[:, :hinted].to(own))
+        mixed.weights = weights = self._weights(mixed).to(own) * mixed.kept
+        # Both laws at the scale of the drafter's logits; apart from the row's likeliest, all tokens become less likely.
+        less = torch.log1p(-weights)[..., None]
+        added = (weights[..., None] * mixed.probs).log() + mixed.drafter.log_total[..., None]
+        logits = (own + less).scatter_(-1, mixed.token_ids, torch.logaddexp(mixed.own_at_top + less, added))
+        logits = logits.to(draft_logits.dtype)
+        return logits if hinted == draft_logits.shape[1] else torch.cat([logits, draft_logits[:, hinted:]], dim=1)
 
-    def _buckets(self, entropy: torch.Tensor, is_agreed: torch.Tensor) -> torch.Tensor:
-        """The bucket `[1, n]` of each slot."""
-        level = sum(((entropy >= edge).long() for edge in ENTROPIES), torch.zeros_like(is_agreed, dtype=torch.long))
-        is_later = (torch.arange(entropy.shape[1], device=entropy.device) > 0).long()
-        return (is_later * 2 + is_agreed.long()) * (len(ENTROPIES) + 1) + level
-
-    def _weights(self, buckets: torch.Tensor, traits: torch.Tensor) -> torch.Tensor:
+    def _weights(self, mixed: _Mixed) -> torch.Tensor:
         if self.weight is not None:
-            return torch.full(buckets.shape, self.weight, device=buckets.device)
+            return torch.full_like(mixed.kept, self.weight)
         if self.coefficients is not None:
-            return (traits @ self.coefficients.to(traits)).sigmoid().clamp(max=LARGEST_WEIGHT)
-        return self.learned_weights.to(buckets.device)[buckets]
+            return (mixed.traits @ self.coefficients.to(mixed.traits)).sigmoid().clamp(max=LARGEST_WEIGHT)
+        return self.learned_weights.to(mixed.kept.device)[mixed.buckets]
 
     def observe(self, draft: "DraftBlock", verification: "Verification") -> None:
         mixed, self._mixed = self._mixed, None
@@ -131,7 +188,7 @@ class StaleMixture(AcceptanceProcessor):
         drafts = draft.token_ids[:, :slots].to(accepted.device)
         drafts = torch.nn.functional.pad(drafts, (0, slots - drafts.shape[1]))  # fewer may have been verified
         truth = torch.where(places < accepted, drafts, bonus)  # [1, n]
-        own = mixed.draft_log_probs.gather(-1, truth[..., None])[..., 0].exp()
+        own = mixed.drafter.probs(truth[..., None])[..., 0]
         stale = (mixed.probs * (mixed.token_ids == truth[..., None])).sum(dim=-1)
         return Revealed(own, stale, (places <= accepted) & (mixed.weights > 0))
 
@@ -142,43 +199,6 @@ class StaleMixture(AcceptanceProcessor):
         credit = torch.where(is_revealed, stale / (own + stale).clamp(min=1e-30) / mixed.kept.clamp(min=1e-6), 0.0)
         for total, amount in ((self._credit, credit.clamp(max=1.0)), (self._counts, is_revealed)):
             total.index_add_(0, mixed.buckets[0].to(total.device), amount[0].to(total))
-
-
-def _entropy(top: torch.Tensor) -> torch.Tensor:
-    """Of distributions whose likeliest log-probabilities are `[..., K]`, in nats; the rest counts as one token more,
-    which makes it a lower bound."""
-    rest = (1.0 - top.exp().sum(dim=-1)).clamp(min=0.0)
-    return -(top.exp() * top.nan_to_num(neginf=0.0)).sum(dim=-1) - torch.special.xlogy(rest, rest)
-
-
-def traits_of(
-    log_q: torch.Tensor, top: torch.Tensor, token_ids: torch.Tensor, entropy: torch.Tensor, is_agreed: torch.Tensor
-) -> torch.Tensor:
-    """What a learned weight of each slot is made from, `[1, n, NUM_TRAITS]`.
-
-    One; whether the slot is not the first, and how far from the rejection it is, as a share of 8; whether drafter and
-    rejected row agree; the row's entropy in nats; the drafter's largest probability; the drafter's probability of the
-    row's likeliest token; and the row's.
-
-    Args:
-        log_q (`torch.Tensor` of shape `(1, n, V)`): The drafter's log-probabilities.
-        top, token_ids (`torch.Tensor` of shape `(1, n, K)`): The row's likeliest, in falling order.
-        entropy, is_agreed (`torch.Tensor` of shape `(1, n)`): Of the row; whether the likeliest tokens are the same.
-    """
-    place = torch.arange(top.shape[1], device=top.device).to(top).expand(top.shape[:2])
-    of_top = log_q.gather(-1, token_ids[..., :1])[..., 0].exp()
-    columns = [
-        torch.ones_like(place),
-        (place > 0).to(place),
-        place / 8.0,
-        is_agreed.to(place),
-        entropy.to(place),
-        log_q.amax(dim=-1).exp(),
-        of_top,
-        top[..., 0].exp(),
-    ]
-    assert len(columns) == NUM_TRAITS
-    return torch.stack(columns, dim=-1)
 
 
 def is_mixture_weight(value: object) -> bool:
