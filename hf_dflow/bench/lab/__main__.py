@@ -164,6 +164,8 @@ def tasks(
                 drafter = DFlowDrafter.from_pretrained(folder / "drafters" / f"{kind}-{seed}").float().eval()
                 result: dict[str, Any] = {"task": task, "kind": kind, "seed": seed}
                 result["counts"] = measure(lab, drafter, rows)
+                if has_relay(kind):
+                    result["counts_relay_off"] = measure(lab, drafter, rows, use_relay=False)
                 if kind == "dflash":
                     result["probe"] = probe(lab, drafter, rows)
                 with open(folder / "tasks.jsonl", "a", encoding="utf-8") as lines:

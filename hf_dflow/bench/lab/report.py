@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from hf_dflow.bench.lab.variants import VARIANTS
 from hf_dflow.bench.report import bootstrap_interval
 
 BASELINE = "dflash"
+OFF = ", relay off"
 # What the relay adds; what training with it does to the drafter without it; what reading the logits adds.
-PAIRS = (("dflow", "multi_round"), ("dflow, relay off", "multi_round"), ("dflow_logits", "dflow"))
+PAIRS = [("dflow", "multi_round"), (f"dflow{OFF}", "multi_round"), ("dflow_logits", "dflow")]
+# And both again for relays that are trained otherwise.
+PAIRS += [pair for kind in VARIANTS for pair in ((kind, "dflow"), (f"{kind}{OFF}", "multi_round"))]
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -27,7 +31,7 @@ def counts_by_kind(results: list[dict[str, Any]]) -> dict[str, dict[int, np.ndar
     """`{kind: {seed: [2, prompts] tokens and steps}}`; DFlow with its relay switched off is a kind of its own."""
     counts: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for record in results:
-        for key, kind in (("counts", record["kind"]), ("counts_relay_off", f"{record['kind']}, relay off")):
+        for key, kind in (("counts", record["kind"]), ("counts_relay_off", f"{record['kind']}{OFF}")):
             if key in record:
                 counts[kind][record["recipe"]["seed"]] = np.array([record[key]["tokens"], record[key]["steps"]])
     return counts
@@ -39,6 +43,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
     Intervals are 95% bootstraps over prompts; all seeds answer the same prompts and are resampled together.
     """
     by_kind = counts_by_kind(results)
+    losses = {(one["kind"], one["recipe"]["seed"]): one["last_losses"][0] for one in results if "last_losses" in one}
     record: dict[str, Any] = {}
     for kind, by_seed in by_kind.items():
         seeds = sorted(by_seed)
@@ -48,6 +53,8 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
             "tokens_per_step": _figure(pooled, lambda tokens, steps: tokens / steps),
             "tokens_per_step_by_seed": [float(by_seed[seed][0].sum() / by_seed[seed][1].sum()) for seed in seeds],
         }
+        if all((kind, seed) in losses for seed in seeds):
+            entry["mask_round_loss_by_seed"] = [losses[kind, seed] for seed in seeds]
         baseline = by_kind.get(BASELINE, {})
         if kind != BASELINE and set(seeds) <= set(baseline):
             both = np.concatenate([pooled, np.sum([baseline[seed] for seed in seeds], axis=0)])
@@ -104,11 +111,15 @@ def _figure(rows: np.ndarray, ratio) -> dict[str, Any]:
 
 def as_markdown(record: dict[str, Any]) -> str:
     """The kinds of one corpus as a table, then its tasks, then temperature 1: as the documentation prints them."""
-    lines = ["| drafter | seeds | tokens per step | over DFlash of the same seeds |", "|---|---|---|---|"]
+    lines = [
+        "| drafter | seeds | tokens per step | over DFlash of the same seeds | loss of the mask round |",
+        "|---|---|---|---|---|",
+    ]
     for kind, entry in record.items():
         if isinstance(entry, dict) and "seeds" in entry:
             by_seed = ", ".join(f"{value:.2f}" for value in entry["tokens_per_step_by_seed"])
-            cells = [kind, by_seed, _with_interval(entry["tokens_per_step"], ".2f"), _gain(entry)]
+            losses = ", ".join(f"{value:.2f}" for value in entry.get("mask_round_loss_by_seed", []))
+            cells = [kind, by_seed, _with_interval(entry["tokens_per_step"], ".2f"), _gain(entry), losses]
             lines.append("| " + " | ".join(cells) + " |")
     if record["pairs"]:
         lines += ["", "| pair | longer by | with each seed |", "|---|---|---|"]
@@ -125,6 +136,7 @@ def as_markdown(record: dict[str, Any]) -> str:
         probe = [f"{entry['probe'][name]:.1%}" for name in ("re_convergence", "rescue_rate", "largest_gain")]
         steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
         lines.append("| " + " | ".join([task, *probe, *steps, _gain(entry["dflow"])]) + " |")
+    lines += _trained_with_and_without(record["tasks"])
     if record["sampled"]:
         lines += ["", "| sampling | DFlash | DFlow | gain |", "|---|---|---|---|"]
     for task, entry in record["sampled"].items():
@@ -133,6 +145,20 @@ def as_markdown(record: dict[str, Any]) -> str:
         steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
         lines.append("| " + " | ".join([task, *steps, _gain(entry["dflow"])]) + " |")
     return "\n".join(lines)
+
+
+def _trained_with_and_without(tasks: dict[str, Any]) -> list[str]:
+    """What a drafter that was trained with the relay drafts without it, beside one trained without, by task."""
+    kinds = ("multi_round", f"dflow{OFF}")
+    rows = []
+    for task, entry in tasks.items():
+        found = entry.get("pairs", {}).get(f"dflow{OFF} over multi_round")
+        if found is not None:
+            steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in kinds]
+            by_seed = ", ".join(f"{value:+.1%}" for value in found["gain_by_seed"])
+            rows.append("| " + " | ".join([task, *steps, _with_interval(found["gain"], "+.1%"), by_seed]) + " |")
+    header = ["", "| task | multi_round | dflow, relay off | longer by | with each seed |", "|---" * 5 + "|"]
+    return header + rows if rows else []
 
 
 def _gain(entry: dict[str, Any]) -> str:
