@@ -145,6 +145,8 @@ def calibrate(
 ) -> None:
     """Fit what stale_mixture="learned" and adaptive_length take from a drafter, on prompts you do not measure on."""
     with errors_in_words():
+        from collections import Counter
+
         from hf_dflow.bench import calibrate as bench
         from hf_dflow.bench.report import run_conditions
         from hf_dflow.bench.runners import load_pair, use_threads
@@ -154,20 +156,23 @@ def calibrate(
         if not dry_run:
             writable(drafter / bench.CONFIG)
         workload, others = [], prompts or human_eval or sharegpt
+        if skip and not others:
+            raise DFlowError(f"--skip {skip} is of --prompts, --human-eval and --sharegpt; name some, or leave it out")
         if others:
             chosen = chosen_prompts(files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
             workload = tasks_in_turn(chosen)[skip:]
             if not workload:
                 raise DFlowError(f"--skip {skip} leaves none of {len(chosen)} prompts; skip fewer, or give more")
         if bundled or not others:
-            workload += tasks_in_turn(read_prompts(FITTING))
+            workload += [prompt for prompt in tasks_in_turn(read_prompts(FITTING)) if prompt not in workload]
         use_threads(threads)
         pair = load_pair(target, drafter)
         result = bench.fit(pair, workload, max_new_tokens, Console())
         typer.echo(json.dumps(result, indent=1))
         if json_path is not None:
             decoding = ", ".join(mode.name for mode in bench.MODES.values())
-            told = {"prompts": len(workload), "max_new_tokens": max_new_tokens, "decoding": decoding}
+            tasks = dict(Counter(prompt.task for prompt in workload))
+            told = {"prompts": len(workload), "tasks": tasks, "max_new_tokens": max_new_tokens, "decoding": decoding}
             conditions = run_conditions(**told, **pair.describe())
             record = {**result, "conditions": {**conditions, "skipped_prompts": skip}}
             write_json(json_path, record)

@@ -1,6 +1,6 @@
 """What `hf-dflow calibrate` fits for a drafter's decisions and its configuration keeps: a few numbers, checked here."""
 
-import math
+import sys
 from typing import Any
 
 NUM_TRAITS = 8  # of a slot, from which the mixture's learned weight is made
@@ -36,5 +36,6 @@ def fault_of(fitted: Any) -> str | None:
 
 def _is_table(value: Any, shape: tuple[int, ...]) -> bool:
     if not shape:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and -sys.float_info.max <= value <= sys.float_info.max  # an int may be beyond any float
     return isinstance(value, list) and len(value) == shape[0] and all(_is_table(one, shape[1:]) for one in value)

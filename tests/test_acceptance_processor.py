@@ -8,6 +8,7 @@ import torch
 from law import PLAIN, Loop, law_error, three_token_drafter, three_token_target
 
 from hf_dflow import AcceptanceProcessor, DFlowDecoder, DFlowGenerationConfig, UnsupportedGenerationError
+from hf_dflow.generation import feedback as feedback_module
 
 EXACT = 1e-9
 BROKEN = 1e-3
@@ -175,3 +176,20 @@ def test_feedback_holds_the_rejected_rows_logits():
             assert torch.equal(feedback.draft_logits[:, slot - 1], draft.logits[:, accepted + slot])
             checked += 1
     assert checked > 3
+
+
+def test_wide_logits_are_not_moved_for_nobody(monkeypatch):
+    """Bug: a relay that reads states alone, and yet lines up a vocabulary's width of logits in each step."""
+    target = kit.tiny_target()
+    drafter = kit.tiny_drafter(target, 6, target_layer_ids=[0, 1, 2])
+    moved, shift = [], feedback_module.shift_left
+
+    def watched(rows, *others):
+        moved.append(rows.shape[-1])
+        return shift(rows, *others)
+
+    monkeypatch.setattr(feedback_module, "shift_left", watched)
+    config = DFlowGenerationConfig(do_sample=False, max_new_tokens=20, stale_mixture=True)
+    target.generate(kit.prompt_of(5), generation_config=config, assistant_model=drafter)
+    features = len(drafter.config.target_layer_ids) * drafter.config.target_hidden_size
+    assert features != target.config.vocab_size and set(moved) == {features}

@@ -177,16 +177,21 @@ def test_feedback_of_a_row_is_what_it_would_be_alone(lengths):
             features=torch.randn(rows, num_drafts + 1, 6, generator=generator),
             is_number=torch.ones(rows, dtype=torch.bool),
         )
-        together = feedback_module.make_feedback(draft, verification, lengths, with_logits=True)
+        together = feedback_module.make_feedback(draft, verification, lengths, accepted.tolist(), with_logits=True)
         for row, length in enumerate(lengths):
             own = draft.row(row, length), verification.row(row, length)
-            alone = feedback_module.make_feedback(*own, [length], with_logits=True)
+            alone = feedback_module.make_feedback(*own, [length], [int(accepted[row])], with_logits=True)
             found = together.row(row)
+            last = together.select(torch.tensor([row]), [row])
             assert (found is None) == (alone is None) == (length == 0)
             assert int(together.is_fed[row].sum()) == length - int(accepted[row])
             if alone is not None:
                 for field in ("features", "is_fed", "bonus_ids", "rejected_ids", "target_logits", "draft_logits"):
                     assert torch.equal(getattr(found, field), getattr(alone, field)), field
+                for one in (found, alone, last):
+                    assert torch.equal(one.fed_logits, found.target_logits[:, : length - int(accepted[row])])
+        with pytest.raises(ValueError, match=r"row\(i\)"):
+            _ = together.fed_logits
 
 
 def record_blocks(drafter) -> list[torch.Tensor]:
@@ -239,7 +244,9 @@ def test_relay_is_replaced_never_accumulated(target, text):
     for (draft, verification), block in zip(watcher.steps, blocks[1:], strict=False):
         if draft.token_ids.shape[1] < FULL:
             break
-        feedback = feedback_module.make_feedback(draft, verification, [FULL], with_logits=False)
+        feedback = feedback_module.make_feedback(
+            draft, verification, [FULL], verification.accepted_length.tolist(), with_logits=False
+        )
         session._mask_embeds = mask[None].expand(1, FULL, -1)
         expected = session._mask_embeds + session._relay_additions(feedback)
         assert torch.equal(block[:, 1:], expected)

@@ -157,21 +157,24 @@ def test_what_is_kept_is_read_and_used(calibrated, monkeypatch):
     assert 0 < first < 1 and expected != [0.0, 1.0]
 
 
-def test_fitting_foretells_what_serving_predicts():
+@pytest.mark.parametrize("rule", ["greedy", "sampled"])
+def test_fitting_foretells_what_serving_predicts(rule):
     """Bug: a precision fitted for predictions that no call makes, or that no call reads."""
     target = tiny_target()
     lines, costs = [[0.3, 0.8], [-0.5, 1.2], [-1.0, 1.0]], {"draft": 0.0, "verify": [1.0] * 8}
     told = {}
     for precision in (0.5, 50.0):
-        fitted = {"calibration": {"greedy": lines}, "row_precision": {"greedy": precision, "sampled": 7.0}}
+        other = "sampled" if rule == "greedy" else "greedy"
+        fitted = {"calibration": {rule: lines}, "row_precision": {rule: precision, other: 7.0}}
         drafter = tiny_drafter(target, 6, fitted_decisions=fitted)
-        log = calibrate.Log(texts=[[]])
-        options = {"do_sample": False, "max_new_tokens": 30, "return_dict_in_generate": True}
-        recorder = calibrate.Recorder(log, is_sampled=False)
+        log = calibrate.Log()
+        options = {"do_sample": rule == "sampled", "max_new_tokens": 30, "return_dict_in_generate": True}
+        recorder = calibrate.Recorder(log, is_sampled=rule == "sampled")
         recorded = DFlowGenerationConfig(**options, acceptance_processors=[recorder])
-        target.generate(prompt_of(5), generation_config=recorded, assistant_model=drafter)
         served = DFlowGenerationConfig(**options, adaptive_length=True, step_costs=costs)
-        output = target.generate(prompt_of(5), generation_config=served, assistant_model=drafter)
+        for config in (recorded, served):
+            torch.manual_seed(1)
+            output = target.generate(prompt_of(5), generation_config=config, assistant_model=drafter)
         told[precision] = output.statistics.predictions
         assert torch.allclose(
             *map(torch.tensor, (calibrate._foretold(log.texts[0], lines, precision), told[precision]))
@@ -185,7 +188,7 @@ def test_recording_changes_no_draft():
     drafter = tiny_drafter(target, 6)
     torch.manual_seed(0)
     torch.nn.init.normal_(drafter.relay.down_proj.weight, std=0.3)
-    log = calibrate.Log(texts=[[]])
+    log = calibrate.Log()
     config = DFlowGenerationConfig(
         do_sample=False, max_new_tokens=30, return_dict_in_generate=True,
         acceptance_processors=[calibrate.Recorder(log, is_sampled=False)],
@@ -206,6 +209,7 @@ def test_what_cannot_be_is_refused(calibrated, tmp_path):
         {"calibration": {"greedy": [[0.0, 1.0]]}},
         {"row_precision": {"greedy": 0.0}},
         {"row_precision": {"greedy": True}},
+        {"row_precision": {"greedy": 10**400}},
         {"row_precision": {"lossy": 4.0}},
         {"row_precision": 4.0},
         {"mixture": [float("nan")] * 8},
@@ -255,12 +259,15 @@ def test_nothing_is_fitted_on_prompts_for_figures(calibrated, monkeypatch, tmp_p
 
     monkeypatch.setattr(calibrate, "fit", fit)
     options = [str(tmp_path / "own.json") if one == "FILE" else one for one in options]
-    CliRunner().invoke(app, ["calibrate", str(calibrated), "--target", str(TINY_TARGET), *options])
+    given = ["calibrate", str(calibrated), "--target", str(TINY_TARGET)]
+    CliRunner().invoke(app, [*given, *options])
     fitting, figures = (set(read_prompts(path)) for path in (FITTING, HELD_OUT))
     assert seen and not figures & set(seen)
     own = [prompt.text for prompt in seen if prompt.task == "own"]
     assert own + (["bundled"] if fitting <= set(seen) else []) == expected
     assert len(seen) == len(own) + (len(fitting) if "bundled" in expected else 0)
+    refused = CliRunner().invoke(app, [*given, "--skip", "3"])
+    assert refused.exit_code != 0 and "--skip 3 is of --prompts" in " ".join(refused.output.split())
 
 
 def test_the_drafters_defaults_are_not_in_use_while_it_is_watched(monkeypatch):

@@ -91,7 +91,9 @@ SETTINGS = {
     "prefix processors": {"do_sample": True, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_p": 0.01},
     "sampled, everything collected": {"do_sample": True, **EVERYTHING},
     "no relay": {"do_sample": False, "use_relay": False},
+    "mixture": {"do_sample": False, "stale_mixture": True},
 }
+OWN = ("verification", "use_relay", "stale_mixture")  # fields that the drafter's defaults set
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -100,8 +102,7 @@ def test_one_wait_in_a_step(waits, name):
     target, prompt = tiny_target(), prompt_of(9)
     drafter = tiny_drafter(target, 6)
     options = dict(SETTINGS[name])
-    own = {key: options.pop(key) for key in ("verification", "use_relay") if key in options}
-    drafter.config.generation_defaults = own
+    drafter.config.generation_defaults = {key: options.pop(key) for key in OWN if key in options}
 
     def call(new_tokens):
         return target.generate(
@@ -123,15 +124,13 @@ def test_one_wait_in_a_step(waits, name):
     assert sum(long.values()) > 0  # the one wait is seen, so the counter works
 
 
-@pytest.mark.parametrize("name", ["greedy", "block verification", "prefix processors", "no relay"])
+@pytest.mark.parametrize("name", ["greedy", "block verification", "prefix processors", "no relay", "mixture"])
 def test_one_wait_in_a_step_of_a_batch(waits, name):
     """Catches a wait for each row, and one for the rows' lengths, holes or ends."""
     target = tiny_target(attention="sdpa")
     drafter = tiny_drafter(target, 6)
     options = dict(SETTINGS[name])
-    drafter.config.generation_defaults = {
-        key: options.pop(key) for key in ("verification", "use_relay") if key in options
-    }
+    drafter.config.generation_defaults = {key: options.pop(key) for key in OWN if key in options}
     prompts = torch.cat([prompt_of(9, seed) for seed in range(3)])
 
     def call(new_tokens):

@@ -1,6 +1,7 @@
 """The lab from corpus to figures, at a size of seconds: every kind of drafter is trained, decoded and reported."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hf_dflow.bench.lab import __main__ as lab
 from hf_dflow.bench.lab import corpora
 from hf_dflow.bench.lab.experiment import KINDS, DrafterRecipe, Lab, measure, training_config
 from hf_dflow.bench.lab.target import encode
+from hf_dflow.bench.lab.variants import VariantTrainer
 from hf_dflow.errors import DFlowError
 
 
@@ -57,6 +59,21 @@ def test_every_kind_is_trained_decoded_and_lossless(folder):
     assert {"dflash", "dflow", "dflow, relay off", "multi_round", "autoregressive", "probe", "tasks"} <= record.keys()
     assert set(record["sampled"]) == {"T=1, token verification", "T=1, block verification"}
     assert record["texts_identical"] == "12 of 12" and "gain_over_dflash" in record["tasks"]["easy"]["dflow"]
+
+
+def test_a_variant_is_trained_as_one(folder, tmp_path, monkeypatch):
+    """Bug: a variant's name under which another kind is trained, or a relay that is never switched off."""
+    shutil.copytree(folder, tmp_path / "lab", ignore=shutil.ignore_patterns("runs", "results.jsonl"))
+    followed, follow = [], VariantTrainer.follow
+    monkeypatch.setattr(VariantTrainer, "follow", lambda self, *given: followed.append(1) or follow(self, *given))
+    options = ["--updates", "2", "--num-layers", "1"]
+    done = CliRunner().invoke(lab.app, ["run", str(tmp_path / "lab"), *options, "--kinds", "dflow_half"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    (line,) = map(json.loads, (tmp_path / "lab" / "results.jsonl").read_text().splitlines())
+    assert len(followed) == 4 and "counts_relay_off" in line and len(line["last_losses"]) == 3
+    assert DFlowDrafter.from_pretrained(tmp_path / "lab" / "drafters" / "dflow_half-0").relay is not None
+    wrong = CliRunner().invoke(lab.app, ["run", str(tmp_path / "lab"), *options, "--kinds", "dflow_hafl"])
+    assert isinstance(wrong.exception, DFlowError) and "dflow_half" in str(wrong.exception)
 
 
 def test_exported_pair_loads_and_takes_plain_prompts(folder):

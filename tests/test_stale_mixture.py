@@ -110,6 +110,7 @@ def feedback_of(stale: torch.Tensor, accepted: int = 0) -> VerifierFeedback:
         bonus_ids=torch.tensor([0]),
         rejected_ids=torch.tensor([1]),
         accepted_length=torch.tensor([accepted]),
+        accepted=[accepted],
         logits=StepLogits(torch.cat([before, stale[:, : slots - accepted]], dim=1), torch.zeros_like(stale)),
     )
 
@@ -234,5 +235,8 @@ def test_a_law_is_a_law_at_any_weight_and_width(dtype, weight):
         own, stale = (5.0 * torch.randn(1, SLOTS, vocab, generator=generator) for _ in range(2))
         mixed = StaleMixture(weight).adjust_draft_logits(own.to(dtype), feedback_of(stale.to(dtype)))
         assert mixed.dtype == dtype and not mixed.isnan().any() and not mixed.isposinf().any()
+        exact = StaleMixture(weight).adjust_draft_logits(own.to(dtype).double(), feedback_of(stale.to(dtype).double()))
+        apart = (mixed.double().softmax(-1) - exact.softmax(-1)).abs().sum(-1) / 2
+        assert apart.max() < (1e-5 if dtype == torch.float32 else 0.02)
         if weight == 1.0:
             assert torch.allclose(mixed.float().softmax(-1), stale.to(dtype).float().softmax(-1), atol=0.02)

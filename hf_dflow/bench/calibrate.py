@@ -55,7 +55,7 @@ class Log:
 
     traits: list[torch.Tensor] = field(default_factory=list)  # [slots, NUM_TRAITS] of each step
     likelihoods: list[torch.Tensor] = field(default_factory=list)  # [slots, 3] drafter's, rejected row's, kept mass
-    texts: list[list[JudgedStep]] = field(default_factory=list)
+    texts: list[list[JudgedStep]] = field(default_factory=lambda: [[]])  # the last is being decoded
 
     def __deepcopy__(self, memo: dict) -> "Log":
         return self
@@ -151,7 +151,8 @@ def fit_precision(texts: list[list[JudgedStep]], lines: list[list[float]]) -> tu
     """Which of `PRECISIONS` predicts best, and the mean log-likelihood of a judged draft under it and with no learning.
 
     Args:
-        texts (`list[list[JudgedStep]]`): The steps of each, in order; each is learned from alone, as a row is.
+        texts (`list[list[JudgedStep]]`): The steps of each, in order, with a judged draft among them; each is learned
+            from alone, as a row is.
         lines (`list[list[float]]`): Of [`fit_calibration`].
     """
 

@@ -1,6 +1,7 @@
 """`python -m hf_dflow.bench.gain_curve OUTPUT.json`: DFlow's gain against what the probe saw and how good DFlash was.
 
-One point for each task of each pair; everything is read from committed records, nothing is measured.
+One point for each task of each pair, or for a lab corpus that has no tasks; everything is read from committed records,
+nothing is measured.
 """
 
 import json

@@ -2,12 +2,15 @@
 
 Time is taken inside one run: of the mixture's own calls, and of all that decoding does. Two runs, with it and without,
 differ by more than that share, in their steps and in what else the machine does.
+
+On a CPU it is processor time, of all threads together: a call that uses one thread where the rest uses several takes a
+larger share of the clock's time than is said here, so give `--threads 1`. Prompts are read within the time of decoding.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -30,6 +33,7 @@ from hf_dflow.bench.report import bootstrap_interval, run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, Pair, decode, load_pair, use_threads
 from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.bench.workloads import Prompt, chosen_prompts, tasks_in_turn
+from hf_dflow.errors import DFlowError
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.mixture import StaleMixture
@@ -79,7 +83,15 @@ def _seconds(device: torch.device) -> float:
 
 
 def measure(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Console | None = None) -> dict[str, Any]:
-    """Shares of time, greedy, pooled over the prompts, with 95% bootstrap intervals over them."""
+    """The mixture's share of the time of greedy decoding, pooled over the prompts.
+
+    Returns:
+        `dict`: `share`, with its 95% bootstrap interval over prompts; `milliseconds_per_step` of the `mixture` and of
+        `all`; how many `prompts` and `steps` with drafts there were; whose `weights` were used.
+
+    Raises:
+        DFlowError: No step drafted anything.
+    """
     coefficients = (pair.drafter.config.fitted_decisions or {}).get("mixture")
     rows = []
     for number, prompt in track(list(enumerate(prompts)), "prompts", console=console, disable=console is None):
@@ -93,6 +105,8 @@ def measure(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Con
         rows.append((clock.mixture, _seconds(pair.target.device) - started, clock.steps))
     taken = np.array(rows).T
     mixture, total, steps = taken.sum(axis=1)
+    if not steps:
+        raise DFlowError("no step drafted anything, so there is nothing to time; give more prompts or tokens")
     interval = bootstrap_interval(taken.shape[1], lambda chosen: taken[0, chosen].sum() / taken[1, chosen].sum())
     return {
         "weights": "online" if coefficients is None else "learned",
@@ -111,7 +125,7 @@ def main(
     prompts: PromptFilesOption = None,
     human_eval: HumanEvalOption = 0,
     sharegpt: ShareGptOption = 0,
-    max_new_tokens: int = 48,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
     threads: ThreadsOption = None,
 ) -> None:
     """Decode greedily with a mixture that takes its own time."""

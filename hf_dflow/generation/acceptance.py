@@ -36,7 +36,8 @@ class AcceptanceProcessor:
         """Draft logits to sample from.
 
         Args:
-            draft_logits (`torch.Tensor` of shape `(batch, num_drafts, vocab)`): The drafter's, unprocessed.
+            draft_logits (`torch.Tensor` of shape `(batch, num_drafts, vocab)`): The drafter's, unprocessed. Others
+                read it too, up to the end of the step: return a new tensor, do not write into this one.
             feedback (`VerifierFeedback`, *optional*): Of the step before; `None` on the first.
 
         Returns:

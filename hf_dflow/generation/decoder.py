@@ -185,7 +185,7 @@ class _Call:
             # 5. commit
             self._commit(state, draft, verification, outputs, emissions)
             # 6. turn the verification into feedback, and let processors learn
-            self._feed_back(state, lengths, draft, verification)
+            self._feed_back(state, lengths, draft, verification, emissions)
             # 7. record, stream; rows that have ended leave
             self._record(state, lengths, emissions)
             del outputs, verification  # a prompt's states of all layers need not outlive the prefill
@@ -343,11 +343,19 @@ class _Call:
             row.ids = torch.cat([row.ids, emission.new_ids.to(row.ids.device)], dim=1)
             row.is_finished = emission.is_last
 
-    def _feed_back(self, state: DecodeState, lengths: list[int], draft: DraftBlock, verification: Verification) -> None:
+    def _feed_back(
+        self,
+        state: DecodeState,
+        lengths: list[int],
+        draft: DraftBlock,
+        verification: Verification,
+        emissions: list[Emission],
+    ) -> None:
         needs_logits = bool(self.options.all_processors) or self.session.reads_logits
         is_read = any(not (row.policy.is_off or row.is_finished) for row in state.rows)
         wanted = (self.session.use_relay or needs_logits) and is_read
-        state.feedback = make_feedback(draft, verification, lengths, needs_logits) if wanted else None
+        accepted = [emission.accepted for emission in emissions]
+        state.feedback = make_feedback(draft, verification, lengths, accepted, needs_logits) if wanted else None
         for i, (row, length) in enumerate(zip(state.rows, lengths, strict=True)):
             if row.acceptance_processors:
                 seen = draft.row(i, length), verification.row(i, length)

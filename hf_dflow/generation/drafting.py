@@ -182,7 +182,7 @@ class DraftSession:
         """
         drafter = self.drafter
         summary = None
-        if feedback.target_logits is not None:
+        if drafter.config.relay_top_k is not None and feedback.target_logits is not None:
             summary = drafter.summarise(feedback.target_logits, self.embedding)
         additions = drafter.relay_additions(
             feedback.features, feedback.bonus_ids, feedback.rejected_ids, self.embedding, summary

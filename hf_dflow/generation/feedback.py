@@ -32,6 +32,7 @@ class VerifierFeedback:
     bonus_ids: torch.Tensor  # [B] the next anchor
     rejected_ids: torch.Tensor  # [B] the first rejected draft; meaningless where nothing is fed
     accepted_length: torch.Tensor  # [B]
+    accepted: list[int] = field(default_factory=list)  # the same on the host, which knows it without another wait
     logits: StepLogits | None = None  # only for who reads them: acceptance processors, and a relay with `relay_top_k`
     lengths: list[int] = field(default_factory=list)  # drafts of each row in that step, at most N; empty for N each
 
@@ -52,8 +53,19 @@ class VerifierFeedback:
 
     @property
     def fed_logits(self) -> torch.Tensor | None:
-        """`[1, N - a, V]`: of `target_logits` what feeds slots, not copied. Only for one row, as processors see it."""
-        return None if self.logits is None else self.logits.target[:, 1 + int(self.accepted_length) :]
+        """`[1, N - a, V]`: of `target_logits` what feeds slots, without a copy. Only for one row, as processors see it.
+
+        Raises:
+            ValueError: There are several rows.
+        """
+        if self.logits is None:
+            return None
+        if len(self.logits.target) != 1:
+            raise ValueError(
+                f"fed_logits of {len(self.logits.target)} rows: each has its own number; ask row(i) for it"
+            )
+        (accepted,), length = self.accepted, self.lengths[0] if self.lengths else self.is_fed.shape[1]
+        return self.logits.target[:, 1 + accepted : 1 + length]
 
     def row(self, row: int) -> "VerifierFeedback | None":
         """What one row would get if it were alone; `None` where it drafted nothing."""
@@ -69,6 +81,7 @@ class VerifierFeedback:
             bonus_ids=self.bonus_ids[one],
             rejected_ids=self.rejected_ids[one],
             accepted_length=self.accepted_length[one],
+            accepted=self.accepted[one],
             logits=logits,
             lengths=[length],
         )
@@ -85,35 +98,37 @@ class VerifierFeedback:
             bonus_ids=self.bonus_ids[rows],
             rejected_ids=self.rejected_ids[rows],
             accepted_length=self.accepted_length[rows],
+            accepted=[self.accepted[row] for row in kept] if self.accepted else [],
             logits=logits,
             lengths=[self.lengths[row] for row in kept] if self.lengths else [],
         )
 
 
 def make_feedback(
-    draft: DraftBlock, verification: Verification, lengths: list[int], with_logits: bool
+    draft: DraftBlock, verification: Verification, lengths: list[int], accepted: list[int], with_logits: bool
 ) -> VerifierFeedback | None:
     """Feedback for the next step; `None` where the step drafted nothing. It replaces any earlier one.
 
     Args:
         draft, verification: Of the step.
-        lengths (`list[int]`): How many drafts each row verified.
+        lengths, accepted (`list[int]`): How many drafts each row verified, and how many of them were accepted.
         with_logits (`bool`): Whether anybody reads the logits.
     """
     num_drafts = draft.token_ids.shape[1]
     if num_drafts == 0:
         return None
-    accepted = verification.accepted_length
+    accepted_length = verification.accepted_length
     # Row 0 is the anchor's, so dropping it makes entry i row i + 1; shifting by a then puts row a + i + 1 at entry i.
-    features, is_fed = shift_left(verification.features[:, 1:], accepted, draft.lengths)
+    features, is_fed = shift_left(verification.features[:, 1:], accepted_length, draft.lengths)
     last = num_drafts - 1 if draft.lengths is None else (draft.lengths - 1).clamp(min=0)
-    first_rejected = accepted.clamp(max=last)[:, None]
+    first_rejected = accepted_length.clamp(max=last)[:, None]
     return VerifierFeedback(
         features=features,
         is_fed=is_fed,
         bonus_ids=verification.bonus_ids,
         rejected_ids=draft.token_ids.gather(1, first_rejected)[:, 0],
-        accepted_length=accepted,
+        accepted_length=accepted_length,
+        accepted=accepted,
         logits=StepLogits(verification.raw_logits, draft.logits, draft.lengths) if with_logits else None,
         lengths=lengths,
     )

@@ -31,7 +31,7 @@ LARGEST_WEIGHT = 0.9  # of these: something stays the drafter's
 
 @dataclass
 class _Law:
-    """The drafter's law of some slots, whose probabilities are made for the tokens that are asked for."""
+    """The drafter's law of some slots: its logits, not copied, and probabilities of the tokens that are asked for."""
 
     logits: torch.Tensor  # [1, n, V]
     log_total: torch.Tensor  # [1, n] of their exponentials
@@ -72,7 +72,7 @@ class _Mixed:
 
     @property
     def is_agreed(self) -> torch.Tensor:
-        """`[1, n]` whether drafter and row say the same is likeliest."""
+        """`[1, n]` whether drafter and row say the same is likeliest; where two tokens are, one of them is enough."""
         return self.own_at_top[..., 0] == self.drafter.highest
 
     def entropy(self) -> torch.Tensor:
@@ -161,11 +161,12 @@ class StaleMixture(AcceptanceProcessor):
         own = draft_logits[:, :hinted].to(torch.promote_types(draft_logits.dtype, torch.float32))
         self._mixed = mixed = _Mixed.of(own, fed[:, :hinted].to(own))
         mixed.weights = weights = self._weights(mixed).to(own) * mixed.kept
-        # Both laws at the scale of the drafter's logits; apart from the row's likeliest, all tokens become less likely.
-        less = torch.log1p(-weights)[..., None]
-        added = (weights[..., None] * mixed.probs).log() + mixed.drafter.log_total[..., None]
-        logits = (own + less).scatter_(-1, mixed.token_ids, torch.logaddexp(mixed.own_at_top + less, added))
-        logits = logits.to(draft_logits.dtype)
+        # As log-probabilities, which half precision rounds least. Apart from the row's likeliest, all tokens become
+        # less likely; a slot of weight 0 stays what it was.
+        is_mixed = weights > 0
+        less = torch.where(is_mixed, torch.log1p(-weights) - mixed.drafter.log_total, 0.0)[..., None]
+        at_top = torch.logaddexp(mixed.own_at_top + less, (weights[..., None] * mixed.probs).log())
+        logits = (own + less).scatter_(-1, mixed.token_ids, at_top).to(draft_logits.dtype)
         return logits if hinted == draft_logits.shape[1] else torch.cat([logits, draft_logits[:, hinted:]], dim=1)
 
     def _weights(self, mixed: _Mixed) -> torch.Tensor:

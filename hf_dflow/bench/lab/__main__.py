@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from hf_dflow import DFlowDrafter
 from hf_dflow.bench.lab import corpora
 from hf_dflow.bench.lab.experiment import (
+    ALL_KINDS,
     KINDS,
-    READS_LOGITS,
     DrafterRecipe,
     Lab,
     has_relay,
@@ -34,7 +34,6 @@ from hf_dflow.bench.lab.target import (
     prompts,
     train_language_model,
 )
-from hf_dflow.bench.lab.variants import VARIANTS
 from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.errors import DFlowError
@@ -48,7 +47,7 @@ CORPORA: dict[str, Callable[[], corpora.Corpus]] = {
     "documentation": corpora.documentation,
 }
 ANSWERS = "answers"
-OTHER_KINDS = ", ".join([READS_LOGITS, *VARIANTS])
+OTHER_KINDS = ", ".join(ALL_KINDS[len(KINDS) :])
 CHAT_TEMPLATE = "{{ messages[-1]['content'] }}"  # the lab's prompts are plain text
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 
@@ -116,6 +115,9 @@ def run(
     threads: Threads = 1,
 ) -> None:
     """Train drafters of each kind and seed, decode the held-out prompts, and append to FOLDER/results.jsonl."""
+    unknown = sorted(set(kinds.split(",")) - set(ALL_KINDS))
+    if unknown:
+        raise DFlowError(f"--kinds {','.join(unknown)}: use one or more of {', '.join(ALL_KINDS)}")
     torch.set_num_threads(threads)
     lab = Lab.load(folder)
     for seed in map(int, seeds.split(",")):

@@ -20,6 +20,7 @@ from hf_dflow.training.trainer import Stage, Trainer, TrainingConfig
 KINDS = ("dflash", "multi_round", "dflow", "autoregressive")
 READS_LOGITS = "dflow_logits"  # a variant: the relay also reads what the verifier's distribution was
 RELAY_TOP_K = 16
+ALL_KINDS = (*KINDS, READS_LOGITS, *VARIANTS)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ def train(lab: Lab, kind: str, recipe: DrafterRecipe) -> tuple[Any, dict[str, An
 def last_losses(log: Path, updates: int = 100) -> list[float]:
     """Mean loss of each round over the last `updates` of a run's log; the mask round's first."""
     lines = [line for line in map(json.loads, log.read_text(encoding="utf-8").splitlines()) if "losses" in line]
+    if not lines:
+        return []  # every update was skipped
     counted = [line["losses"] for line in lines if line["update"] > lines[-1]["update"] - updates]
     return [sum(losses) / len(counted) for losses in zip(*counted, strict=True)]
 

@@ -43,7 +43,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
     Intervals are 95% bootstraps over prompts; all seeds answer the same prompts and are resampled together.
     """
     by_kind = counts_by_kind(results)
-    losses = {(one["kind"], one["recipe"]["seed"]): one["last_losses"][0] for one in results if "last_losses" in one}
+    losses = {(one["kind"], one["recipe"]["seed"]): one["last_losses"][0] for one in results if one.get("last_losses")}
     record: dict[str, Any] = {}
     for kind, by_seed in by_kind.items():
         seeds = sorted(by_seed)

@@ -20,7 +20,8 @@ class Variant:
 
     Args:
         fed_share (`float`): Share of the blocks of a later round that get relayed rows; the others get plain masks.
-        is_shuffled (`bool`): Blocks get the rows and the rejected draft of another block: nothing to learn from.
+        is_shuffled (`bool`): Blocks get the rows and the rejected draft of a block of another document, so that they
+            say nothing of the block's own text.
         plain_steps (`bool`): Anchors step, and rows come, from what would be drafted without the relay, so that later
             rounds begin where those of a drafter without one begin.
         is_detached (`bool`): The projection that the relay shares with the context learns nothing from the relay.
@@ -60,9 +61,19 @@ class VariantTrainer(Trainer):
         assert fed is not None  # these all train a relay
         num_blocks = len(fed.bonus_ids)
         if self.variant.is_shuffled:
-            others = torch.randperm(num_blocks, generator=self.generator).to(fed.features.device)
+            others = _of_other_documents(anchors)
             fed.features, fed.rejected_ids = fed.features[others], fed.rejected_ids[others]
         if self.variant.fed_share < 1.0:
-            kept = torch.rand(num_blocks, generator=self.generator) < self.variant.fed_share
+            # Numbers of its own: the trainer's would draw other anchors and candidates than DFlow's training draws.
+            generator = torch.Generator().manual_seed(
+                self.training.seed * 1_000_003 + 2 * self.update + (relayed is None)
+            )
+            kept = torch.rand(num_blocks, generator=generator) < self.variant.fed_share
             fed.is_fed = fed.is_fed & kept.to(fed.is_fed.device)[:, None]
         return following, fed
+
+
+def _of_other_documents(anchors: Anchors) -> torch.Tensor:
+    """For each block one of another row, if there are two: blocks lie row by row, so half of them further on is one."""
+    num_blocks = len(anchors.row)
+    return (torch.arange(num_blocks, device=anchors.row.device) + num_blocks // 2) % num_blocks
