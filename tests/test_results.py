@@ -141,27 +141,33 @@ def test_the_experiment_prints_the_measured_tables():
     """Bug: new runs are committed and the document still argues from the old ones."""
     text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
     corpora = evaluation("lab-airports")["corpora"]
-    for line in as_markdown(corpora["airports-b8"]).splitlines():
-        assert line in text
+    characters = evaluation("lab-characters")["corpora"]["characters-b8"]
+    for record in (corpora["airports-b8"], characters):
+        for line in as_markdown(record).splitlines():
+            assert line in text
+    assert f"({corpora['airports-b8']['texts_identical']})" in text
+    for name in ("re_convergence", "rescue_rate", "largest_gain"):
+        assert f"{name.replace('_', ' ').replace('re c', 're-c')} {characters['probe'][name]:.1%}" in text
     assert "reaches 3.30" in text and corpora["airports-b8-3600-updates"]["dflash"]["tokens_per_step_by_seed"] == [
         pytest.approx(3.30, abs=0.005)
     ]
 
 
-def test_the_experiment_is_the_runs(tmp_path):
+@pytest.mark.parametrize("corpus", ["airports", "characters"])
+def test_the_experiment_is_the_runs(tmp_path, corpus):
     """Bug: figures that the committed runs do not give."""
-    runs = ROOT / "docs" / "results" / "lab-airports-runs"
+    runs = ROOT / "docs" / "results" / f"lab-{corpus}-runs"
     lines = (runs / "runs.jsonl").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if json.loads(line)["recipe"]["updates"] == 1200]
     (tmp_path / "results.jsonl").write_text("\n".join(kept), encoding="utf-8")
     made = summarise(read_results(tmp_path))
     made |= {"tasks": summarise_tasks(runs / "tasks.jsonl"), "sampled": summarise_tasks(runs / "sampled.jsonl")}
-    assert as_markdown(made) == as_markdown(evaluation("lab-airports")["corpora"]["airports-b8"])
+    assert as_markdown(made) == as_markdown(evaluation(f"lab-{corpus}")["corpora"][f"{corpus}-b8"])
 
 
 def test_the_gain_curve_is_that_of_the_records():
     """Bug: new figures are committed and the picture, its table or its correlations are still of the old ones."""
-    points = gain_curve.lab_points(evaluation("lab-airports"))
+    points = gain_curve.lab_points(evaluation("lab-airports")) + gain_curve.lab_points(evaluation("lab-characters"))
     points += gain_curve.pair_points("SmolLM2", evaluation("eval-other-kinds"), evaluation("probe-other-kinds"))
     record = evaluation("gain-curve")
     assert [one["gain"] for one in record["points"]] == [point.gain for point in points]
@@ -205,6 +211,8 @@ def test_what_the_decisions_are_worth_is_measured():
     found = groups["modelled_seconds_per_token"]
     for task, seconds in found["by_task"].items():
         assert length_row(task, seconds, found["plain"]) in text
+    other = evaluation("decisions-calibration-greedy-sharegpt")["modes"]["T=0"]["calibration"]
+    assert f"the greedy error is {other['expected_calibration_error']:.1%}" in " ".join(text.split())
     for kind in ("greedy", "sampled"):
         (groups,) = evaluation(f"decisions-calibration-{kind}")["modes"].values()
         found = groups["calibration"]
@@ -228,6 +236,28 @@ def test_switches_are_printed_as_measured(name):
             tasks = ["all", *(task for task in by_task if task != "all")]
             row = " | ".join([*cells, *(f"{1e3 * by_task[task][switches]:.0f}" for task in tasks)])
             assert f"| {row} |" in text
+
+
+def test_the_bundled_drafter_holds_what_was_fitted():
+    """Bug: a configuration whose numbers no record gives, or that was fitted on prompts that figures are measured on."""
+    folder = ROOT / "hf_dflow" / "drafters" / "smollm2-135m-instruct-b8"
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["fitted_decisions"]
+    texts, six_tasks = evaluation("calibrate"), evaluation("calibrate-six-tasks")
+    assert config["mixture"] == texts["fitted_decisions"]["mixture"]
+    for name in ("calibration", "row_precision"):
+        assert config[name] == six_tasks["fitted_decisions"][name]
+    assert texts["conditions"]["skipped_prompts"] == six_tasks["conditions"]["skipped_prompts"] == 24
+
+
+def test_what_the_mixture_costs_is_measured():
+    """Bug: an overhead of another run, or of a run without conditions."""
+    text = " ".join((ROOT / "docs" / "feedback-decisions.md").read_text(encoding="utf-8").split())
+    for name in ("mixture-time", "mixture-time-lab"):
+        record = evaluation(name)
+        assert with_interval(record["share"], ".1%") in text
+        assert record["weights"] == "learned" and record["conditions"]["threads"] == 1
+    taken = evaluation("mixture-time")["milliseconds_per_step"]
+    assert f"{taken['mixture']:.1f} of {taken['all']:.0f} ms a step" in text
 
 
 def length_row(task, seconds, plain):

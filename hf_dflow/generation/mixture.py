@@ -131,7 +131,7 @@ class StaleMixture(AcceptanceProcessor):
     for first and later slots, for rows whose most likely token the drafter agrees with or not, and by entropy. It
     begins at 0.05 and tends to 0 where rejected rows say nothing.
 
-    It keeps the drafter's law of one block, `N * V` numbers, and 64 tokens of each rejected row.
+    It keeps the drafter's logits of one block, `N * V` numbers that are not copied, and 64 tokens of each rejected row.
 
     Args:
         weight (`float`, *optional*): A fixed `w` in (0, 1] instead.
