@@ -239,7 +239,7 @@ def test_switches_are_printed_as_measured(name):
 
 
 def test_the_bundled_drafter_holds_what_was_fitted():
-    """Bug: a configuration whose numbers no record gives, or that was fitted on prompts that figures are measured on."""
+    """Bug: numbers that no record gives, or that were fitted on prompts that figures are measured on."""
     folder = ROOT / "hf_dflow" / "drafters" / "smollm2-135m-instruct-b8"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["fitted_decisions"]
     texts, six_tasks = evaluation("calibrate"), evaluation("calibrate-six-tasks")
