@@ -145,6 +145,7 @@ def test_the_experiment_prints_the_measured_tables():
     for record in (corpora["airports-b8"], characters):
         for line in as_markdown(record).splitlines():
             assert line in text
+    assert characters["texts_identical"] == "240 of 240"
     assert f"({corpora['airports-b8']['texts_identical']})" in text
     for name in ("re_convergence", "rescue_rate", "largest_gain"):
         assert f"{name.replace('_', ' ').replace('re c', 're-c')} {characters['probe'][name]:.1%}" in text
@@ -236,6 +237,21 @@ def test_switches_are_printed_as_measured(name):
             tasks = ["all", *(task for task in by_task if task != "all")]
             row = " | ".join([*cells, *(f"{1e3 * by_task[task][switches]:.0f}" for task in tasks)])
             assert f"| {row} |" in text
+
+
+def test_the_advice_gives_the_tree_what_it_measured():
+    """Bug: a page of advice that still argues from the costs of an earlier record."""
+    text = (ROOT / "docs" / "should-i-use-it.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith("| tree by costs |"))
+    groups = evaluation("decisions-together")["modes"]["T=0"]
+    found, costs = groups["all"]["contestants"], groups["modelled_seconds_per_token"]
+    assert with_interval(found["tree"]["tokens_per_step"], ".2f") in row
+    assert f"the chain has {found['none']['tokens_per_step']['value']:.2f}" in row
+    assert f"by the clock {found['tree']['speed_up']['value']:.2f} of its speed" in row
+    tree, plain = 1e3 * costs["by_task"]["all"]["tree"], 1e3 * costs["plain"]
+    assert f"{tree:.0f} ms a token where plain has {plain:.0f}" in row
+    cheaper = [task for task, seconds in costs["by_task"].items() if seconds["tree"] < costs["plain"]]
+    assert cheaper == ["chat", "code", "math"] and "less than plain on chat, code and math alone" in row
 
 
 def test_the_bundled_drafter_holds_what_was_fitted():

@@ -4,7 +4,7 @@ Time is taken inside one run: of the mixture's own calls, and of all that decodi
 differ by more than that share, in their steps and in what else the machine does.
 
 On a CPU it is processor time, of all threads together: a call that uses one thread where the rest uses several takes a
-larger share of the clock's time than is said here, so give `--threads 1`. Prompts are read within the time of decoding.
+larger share of the clock's time than is said here, so give `--threads 1`. Reading the prompt is part of decoding.
 """
 
 import time
