@@ -166,16 +166,20 @@ def test_feedback_holds_the_rejected_rows_logits():
     drafter = kit.scripted(kit.PatternDrafter, target, prompt, 30, block_size=4, pattern=[1, 0, 3, 2])
     config = DFlowGenerationConfig(acceptance_processors=[Watches()])
     kit.dflow_greedy(target, drafter, prompt, max_new_tokens=30, generation_config=config)
-    checked = 0
+    checked, lengths = 0, []
     for (_, draft, verification), after in zip(seen[2::2], seen[3::2], strict=False):
         accepted, feedback = int(verification.accepted_length), after[1]
         assert int(feedback.accepted_length) == accepted
+        if draft.token_ids.shape[1]:
+            assert torch.equal(feedback.fed_logits, verification.raw_logits[:, accepted + 1 :])
+            lengths.append(accepted)
         for slot in range(1, 4 - accepted):
             assert torch.equal(feedback.target_logits[:, slot - 1], verification.raw_logits[:, accepted + slot])
         for slot in range(1, 4 - accepted - 1):
             assert torch.equal(feedback.draft_logits[:, slot - 1], draft.logits[:, accepted + slot])
             checked += 1
     assert checked > 3
+    assert {0, 1, 2, 3} <= set(lengths), "steps that reject all drafts, some of them, and none"
 
 
 def test_wide_logits_are_not_moved_for_nobody(monkeypatch):
