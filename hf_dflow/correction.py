@@ -77,10 +77,10 @@ class CorrectedCandidates:
 def head_scores(head: nn.Module, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """What a linear head without its bias gives tokens `[B, K]` for `states` `[B, H]`, as `[B, K]`.
 
-    Only an `nn.Linear` shows all of itself in its weight; a quantised or adapted head is asked as a whole.
+    Only an `nn.Linear` shows all of itself in its weight; a quantised, adapted or offloaded head is asked as a whole.
     """
     weight: Any = getattr(head, "weight", None)
-    if type(head) is nn.Linear and weight.is_floating_point():
+    if type(head) is nn.Linear and weight.is_floating_point() and not weight.is_meta:
         # A target may have padded ids without a row here; their logit is -inf, whatever is added to it.
         rows = weight[token_ids.to(weight.device).clamp(max=len(weight) - 1)]
         return torch.einsum("bkh,bh->bk", rows, states.to(rows))

@@ -232,10 +232,14 @@ class DFlowDrafter(PreTrainedModel):
             token_ids = token_ids.to(self.device)
             is_known = token_ids < self.config.vocab_size  # the target may say tokens that a smaller drafter lacks
             embeds = self.embed_tokens(torch.where(is_known, token_ids, self.config.mask_token_id))
-        elif self.config.input_embedding == "target":
-            embeds = target_embedding(token_ids)
         else:
-            embeds = nn.functional.embedding(token_ids, target_embedding.weight)
+            weight: Any = getattr(target_embedding, "weight", None)
+            if weight is not None and not weight.is_meta:
+                token_ids = token_ids.to(weight.device)
+            if self.config.input_embedding == "target" or type(target_embedding) is nn.Embedding:
+                embeds = target_embedding(token_ids)  # also where accelerate brings its weight for each call
+            else:
+                embeds = nn.functional.embedding(token_ids, weight)
         embeds = embeds.to(device=self.device, dtype=self.dtype)
         return embeds if self.config.input_embedding_scale == 1.0 else embeds * self.config.input_embedding_scale
 
@@ -361,7 +365,7 @@ class DFlowDrafter(PreTrainedModel):
         if self.lm_head is not None:
             return hidden
         weight = getattr(target_head, "weight", None)  # a quantised head may expose none, or an integer one
-        if weight is None:
+        if weight is None or weight.is_meta:  # accelerate brings an offloaded head's weight, and the states to it
             return hidden
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
         return hidden.to(device=weight.device, dtype=dtype)

@@ -1,64 +1,173 @@
-"""Target and drafter on different devices. Each needs a GPU, and is skipped without one."""
+"""Target and drafter on different devices: on a GPU, or on the device that tests/pretended_device.py makes up.
+
+Where nothing but the place differs, the text must not: what is said on the CPU is the oracle.
+"""
+
+import os
+from functools import cache
 
 import pytest
 import torch
 from batches import padded
-from kit import PatternDrafter, assert_not_vacuous, dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target
+from kit import NudgedDrafter, assert_not_vacuous, prompt_of, tiny_drafter, tiny_target
+from transformers import LogitsProcessor, LogitsProcessorList
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from hf_dflow import AcceptanceMonitor, DFlowDrafter, DFlowGenerationConfig
 
-NEW_TOKENS = 20
+DEVICE = os.environ.get("HF_DFLOW_TEST_DEVICE", "cuda")
+IS_GPU = DEVICE == "cuda"
+pytestmark = pytest.mark.skipif(IS_GPU and not torch.cuda.is_available(), reason="needs a GPU")
+
+NEW_TOKENS, SLACK = 14, 8
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 12, 1)]
-PLACES = [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")]
+PLACES = [(DEVICE, "cpu"), ("cpu", DEVICE), (DEVICE, DEVICE)]
+COSTS = {"draft": 0.3, "verify": [1 + i / 9 for i in range(8)]}
+ALONE = "tree"  # features with this word are for one sequence
+FOLLOWED = ("repetition_penalty", "no_repeat_ngram_size", "logits_processor", "eos_token_id", "min_new_tokens")
 
 
-def check(target, drafter, batch_size: int, device: str, do_sample: bool):
-    prompts = [one.to(device) for one in PROMPTS[:batch_size]]
-    ids, mask = padded(prompts)
-    texts = [(plain_greedy(target, one, NEW_TOKENS + 8).cpu(), one.shape[1]) for one in prompts]
-    options = {"attention_mask": mask.to(device), "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
-    if do_sample:
-        sampled = target.generate(
-            ids,
-            assistant_model=drafter.follow_rows(texts),
-            speculation_type="dflow",
-            do_sample=True,
-            top_k=0,
-            **options,
-        )
-        assert sampled.sequences.device.type == device
-        return
-    output = dflow_greedy(target, drafter.follow_rows(texts), ids, **options)
-    assert output.sequences.device.type == device
-    for row, (text, length) in enumerate(texts):
-        assert output.sequences[row, ids.shape[1] :].tolist() == text[0, length : length + NEW_TOKENS].tolist()
-    assert_not_vacuous(output.statistics)
+class Own(LogitsProcessor):
+    """A kind that no list knows, with a tensor of its own on the scores' device."""
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.arange(scores.shape[-1], device=scores.device) % 3
 
 
-def scripted_drafter(target):
-    drafter = tiny_drafter(target, 8, drafter_class=PatternDrafter)
-    drafter.pattern, drafter.offset = [3, 0, 7, 1, 5], 2
-    return drafter
+FEATURES = {
+    "greedy": lambda: {},
+    "everything collected": lambda: {
+        "output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True,
+    },
+    "ends": lambda: {"eos_token_id": [5, 9, 17], "min_new_tokens": 4},
+    "penalty": lambda: {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    "processor of unknown kind": lambda: {"logits_processor": LogitsProcessorList([Own()])},
+    "static cache": lambda: {"cache_implementation": "static"},
+    "prompt in chunks": lambda: {"prefill_chunk_size": 5},
+    "no relay": lambda: {"use_relay": False},
+    "fewer drafts": lambda: {"num_draft_tokens": 3},
+    "lengths": lambda: {"adaptive_length": True, "step_costs": COSTS},
+    "lengths by measured costs": lambda: {"adaptive_length": True},
+    "mixture": lambda: {"stale_mixture": True},
+    "relaxed": lambda: {"acceptance_threshold": 0.05},
+    "monitor": lambda: {"monitor": AcceptanceMonitor().route("devices")},
+    "tree": lambda: {"tree_budget": 12},
+    "tree by measured costs": lambda: {"tree_budget": "auto"},
+    "block verification": lambda: {"do_sample": True, "top_k": 0},
+    "token verification": lambda: {"do_sample": True, "top_k": 0, "verification": "token", "seeds": None},
+    "warpers": lambda: {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 30, "output_scores": True},
+    "sampled with a mixture": lambda: {"do_sample": True, "top_k": 0, "stale_mixture": True, "verification": "token"},
+    "sampled with lengths": lambda: {
+        "do_sample": True, "adaptive_length": True, "step_costs": COSTS,
+    },
+}  # fmt: skip
+DRAFTERS = {
+    "relay that reads logits": {"relay_top_k": 4},
+    "correction": {"correction_intermediate_size": 16, "correction_top_k": 40},
+    "DFlash2": {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 40},
+    "own embedding and head": {"input_embedding": "own", "output_head": "own"},
+    "reduced vocabulary": {"output_head": "own", "draft_vocab_size": 40},
+    "sliding layer": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6},
+    "no anchor slot": {"sample_from_anchor": True},
+    "norm with weights": {"relay_norm_affine": True, "output_multiplier": 0.5, "final_logit_softcapping": 30.0},
+}
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize(("target_device", "drafter_device"), PLACES)
-def test_two_devices(target_device, drafter_device, batch_size, do_sample):
+@cache
+def target_on(device: str):
+    return tiny_target("llama", attention="sdpa").to(device)
+
+
+def followed(options: dict) -> list[tuple[torch.Tensor, int]]:
+    """What plain decoding says to each prompt, longer than asked for."""
+    plain = {key: value for key, value in options.items() if key in FOLLOWED}
+    return plain_texts() if not plain else plain_texts.__wrapped__(**plain)
+
+
+@cache
+def plain_texts(**plain) -> list[tuple[torch.Tensor, int]]:
+    found = []
+    for one in PROMPTS:
+        text = target_on("cpu").generate(one, max_new_tokens=NEW_TOKENS + SLACK, do_sample=False, **plain)
+        found.append((text, one.shape[1]))
+    return found
+
+
+def said(target_device: str, drafter_device: str, fields: dict, make_options, rows: int, target=None):
+    """The output of a call for the first prompts, which lie where the target's embedding is."""
+    target = target or target_on(target_device)
+    options = make_options()
+    # A drafter with parts of its own is not scripted: sampled drafts of random laws are accepted now and then.
+    drafter_class = DFlowDrafter if fields else NudgedDrafter
+    drafter = tiny_drafter(target_on("cpu"), 8, drafter_class=drafter_class, **fields)
+    if drafter.config.draft_vocab_size is not None:
+        token_ids = torch.arange(drafter.config.draft_vocab_size)
+        drafter.set_draft_vocabulary(token_ids, target_on("cpu").get_output_embeddings().weight)
+    if not fields:
+        drafter.follow_rows(followed(options)[:rows])
+    drafter = drafter.to(drafter_device)
+    given = {"logits_processor": options.pop("logits_processor")} if "logits_processor" in options else {}
+    config = DFlowGenerationConfig(
+        **{"return_dict_in_generate": True, "do_sample": False, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
+        | options
+    )
+    ids, mask = (one.to(target_device) for one in padded(PROMPTS[:rows]))
+    torch.manual_seed(0)
+    output = target.generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config, **given)
+    assert output.sequences.device == ids.device
+    return output
+
+
+def check(name: str, fields: dict, make_options, places: list[tuple[str, str]]) -> None:
+    """The call on each of `places`, against the same on the CPU."""
+    rows = 1 if ALONE in name else 3
+    expected = said("cpu", "cpu", fields, make_options, rows)
+    if "length" not in name:  # which may well verify single drafts
+        assert_not_vacuous(expected.statistics)
+    for place in places:
+        found = said(*place, fields, make_options, rows)
+        if "measured" in name or (IS_GPU and make_options().get("do_sample")):
+            continue  # what is measured, and a GPU's random numbers, are its own
+        assert found.sequences.tolist() == expected.sequences.tolist()
+        assert found.statistics.per_step_accepted == expected.statistics.per_step_accepted
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_on_two_devices(name):
     """C10: tensors, masks or random numbers made on the wrong device."""
-    target = tiny_target("llama", attention="sdpa").to(target_device)
-    drafter = scripted_drafter(target).to(drafter_device)
-    check(target, drafter, batch_size, target_device, do_sample)
+    check(name, {}, FEATURES[name], PLACES if name == "greedy" else PLACES[:2])
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_split_target(batch_size):
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_on_two_devices(name):
+    """C10: the same in what only some drafters have."""
+    check(name, DRAFTERS[name], lambda: {"do_sample": True, "top_k": 0, "temperature": 4.0}, PLACES[:2])
+    for place in PLACES[:2]:
+        said(*place, DRAFTERS[name], FEATURES["tree"], 1)
+
+
+def test_a_single_sequence():
+    """C10: what a batch does otherwise."""
+    expected = said("cpu", "cpu", {}, dict, 1)
+    for place in PLACES:
+        assert said(*place, {}, dict, 1).sequences.tolist() == expected.sequences.tolist()
+
+
+def test_split_target():
     """C10: tapped states of layers that live on another device than the head."""
     from accelerate import dispatch_model
 
-    target = tiny_target("llama", attention="sdpa")
-    drafter = scripted_drafter(target).to("cuda")
-    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0}
-    places |= {f"model.layers.{i}": "cpu" if i < 2 else 0 for i in range(4)}
-    target = dispatch_model(target, places, main_device="cuda:0")
-    check(target, drafter, batch_size, "cuda", False)
+    if torch.get_device_module(DEVICE).device_count() < 2:
+        pytest.skip("needs two devices")
+    first, second = (torch.device(DEVICE, index) for index in range(2))
+    places = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": second, "lm_head": second}
+    places |= {f"model.layers.{i}": first if i < 2 else second for i in range(4)}
+    target = dispatch_model(tiny_target("llama", attention="sdpa"), places, main_device=first)
+    for name in ("greedy", "everything collected", "static cache", "mixture", "tree", "token verification"):
+        if IS_GPU and FEATURES[name]().get("do_sample"):
+            continue
+        expected = said("cpu", "cpu", {}, FEATURES[name], 1)
+        for drafter_device in (second, "cpu"):
+            found = said(DEVICE, drafter_device, {}, FEATURES[name], 1, target=target)
+            assert found.sequences.tolist() == expected.sequences.tolist()
+    expected = said("cpu", "cpu", {}, dict, 2)
+    assert said(DEVICE, second, {}, dict, 2, target=target).sequences.tolist() == expected.sequences.tolist()

@@ -16,6 +16,8 @@ from hf_dflow.bench.report import bootstrap_interval, run_conditions
 from hf_dflow.bench.runners import Pair, run_strategy
 from hf_dflow.bench.tables import print_table
 from hf_dflow.bench.workloads import Prompt
+from hf_dflow.errors import DFlowError
+from hf_dflow.generation._compat import capture_features
 from hf_dflow.modeling_dflow import DFlowDrafter
 from hf_dflow.training.proposals import greedy_proposals, proposal_features
 from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round
@@ -63,11 +65,16 @@ def probe_text(drafter: DFlowDrafter, target: Any, token_ids: Sequence[int], pro
     """Count on one text that `target` wrote greedily behind a prompt of `prompt_length` tokens.
 
     All blocks of the text are drafted, and verified by the target, in one forward each; a step is then a look-up.
+
+    Raises:
+        DFlowError: The two lie on different devices.
     """
+    if drafter.device != target.device:
+        raise DFlowError(f"the drafter is on {drafter.device}, the target on {target.device}; move one to the other")
     config, length = drafter.config, len(token_ids)
     text = torch.tensor([list(token_ids)], device=target.device)
     states = target(text, output_hidden_states=True, use_cache=False).hidden_states
-    features = torch.cat([states[i + 1] for i in config.target_layer_ids], dim=-1)
+    features = capture_features(states, config.target_layer_ids)
     positions = torch.arange(prompt_length, length - 1, device=target.device)
     if not len(positions):
         return ProbeCounts()

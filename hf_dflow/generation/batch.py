@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 def make_rows(
     input_ids: torch.Tensor,
-    model: PreTrainedModel,
     generation_config: GenerationConfig,
     options: DFlowOptions,
     processors: LogitsProcessorList,
@@ -43,7 +42,7 @@ def make_rows(
     generators: list[torch.Generator | None] = [None] * batch_size
     paths = [PathProcessor(for_row(processors, i, batch_size)) for i in range(batch_size)]
     if generation_config.do_sample:
-        generators = [generator_of(seed, model.device) for seed in row_seeds(options.seeds, batch_size)]
+        generators = [generator_of(seed, input_ids.device) for seed in row_seeds(options.seeds, batch_size)]
     lossy = [type(one).__name__ for one in options.all_processors if one.is_lossy]
     if lossy:
         logger.warning("%s makes acceptance lossy: the text may differ from the target's own.", ", ".join(lossy))

@@ -80,9 +80,9 @@ class DFlowDecoder:
         check_pair(model, self.drafter, chat_mode=options.chat_mode)
         processors = logits_processor or LogitsProcessorList()
         rule = choose_rule(bool(generation_config.do_sample), options, PathProcessor(processors))
-        costs = self._step_costs(model, options)
+        costs = self._step_costs(model, options, input_ids.device)
         planned = costs if options.adaptive_length else None
-        rows = batch.make_rows(input_ids, model, generation_config, options, processors, rule, planned)
+        rows = batch.make_rows(input_ids, generation_config, options, processors, rule, planned)
         if own_streamer is not None:
             streamer = own_streamer
             streamer.put(input_ids.cpu())
@@ -100,20 +100,21 @@ class DFlowDecoder:
                 streamer=streamer,
                 warnings=warnings,
                 costs=costs,
+                device=input_ids.device,  # where generate keeps ids and logits; a model may be spread, or offloaded
                 batch_size=len(some),
             )
             return call.run(some, kwargs)
 
         return batch.decode_all(decode, rows, model, generation_config, model_kwargs)
 
-    def _step_costs(self, model: PreTrainedModel, options: DFlowOptions) -> StepCosts | None:
+    def _step_costs(self, model: PreTrainedModel, options: DFlowOptions, device: torch.device) -> StepCosts | None:
         longest = self.drafter.config.drafts_per_block
         if options.tree_budget == AUTO:
             longest = LARGEST_AUTO
         elif not options.adaptive_length:
             return None
         if options.step_costs is None:
-            return step_costs(model, self.drafter, longest)
+            return step_costs(model, self.drafter, longest, device)
         return StepCosts.read(options.step_costs, longest)
 
 
@@ -132,13 +133,14 @@ class _Call:
         streamer,
         warnings: Warnings,
         costs: StepCosts | None,
+        device: torch.device,
         batch_size: int,
     ):
         self.model, self.drafter, self.options, self.stop = model, drafter, options, stop
-        self.config, self.streamer, self.device = generation_config, streamer, model.device
+        self.config, self.streamer, self.device = generation_config, streamer, device
         self.costs = costs
         self.do_sample, self.monitor = bool(generation_config.do_sample), options.monitor
-        self.verifier, self.warnings = Verifier(rule, choose_backend(options, model.device)), warnings
+        self.verifier, self.warnings = Verifier(rule, choose_backend(options, device)), warnings
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.session = DraftSession(
             drafter,

@@ -7,6 +7,7 @@ import re
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -45,9 +46,14 @@ def check_pair(
         _mismatch(f"{layers} layers", f"layer {max(ours.target_layer_ids)} (target_layer_ids)")
     if ours.num_target_layers is not None and ours.num_target_layers != layers:
         _mismatch(f"{layers} layers", f"{ours.num_target_layers} layers")
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    embedding: Any = getattr(model.get_input_embeddings(), "weight", None)
     if ours.input_embedding == "raw" and embedding is None:
         _mismatch("an input embedding without a weight matrix", "input_embedding='raw', which reads its rows")
+    if ours.input_embedding == "raw" and embedding.is_meta and type(model.get_input_embeddings()) is not nn.Embedding:
+        raise PairMismatchError(
+            "The target's input embedding is offloaded, and this drafter reads its rows (input_embedding='raw'). Keep "
+            "the embedding on a device: name it in device_map."
+        )
     if ours.input_embedding != "own" and embedding is not None and ours.mask_token_id >= embedding.shape[0]:
         _mismatch(f"{embedding.shape[0]} embedding rows", f"mask_token_id {ours.mask_token_id}")
     drafter.check_draft_vocabulary()

@@ -109,7 +109,8 @@ class DraftCache:
         return visible[:, None]
 
     def select(self, rows: torch.Tensor, kept: list[int]) -> None:
-        """Keep only the rows `kept`, given on the device too."""
+        """Keep only the rows `kept`, given as a tensor too."""
+        rows = rows.to(self._buffers[0][0].device) if self._buffers else rows  # the target's may be another
         self._buffers = [(keys[rows], values[rows]) for keys, values in self._buffers]
         self.lengths = [self.lengths[row] for row in kept]
         self._next_positions = [self._next_positions[row] for row in kept]

@@ -162,12 +162,14 @@ def calibrated(confidence: float, intercept: float, slope: float) -> float:
 _MEASURED: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, StepCosts]]" = WeakKeyDictionary()
 
 
-def step_costs(target: Any, drafter: "DFlowDrafter", longest: int | None = None) -> StepCosts:
+def step_costs(
+    target: Any, drafter: "DFlowDrafter", longest: int | None = None, device: torch.device | None = None
+) -> StepCosts:
     """[`measure_step_costs`] of a pair, measured once in the life of its models, and anew for more drafts."""
     of_target = _MEASURED.setdefault(target, WeakKeyDictionary())
     wanted = longest or drafter.config.drafts_per_block
     if drafter not in of_target or len(of_target[drafter].verify) <= wanted:
-        of_target[drafter] = measure_step_costs(target, drafter, longest=wanted)
+        of_target[drafter] = measure_step_costs(target, drafter, longest=wanted, device=device)
     return of_target[drafter]
 
 
@@ -177,6 +179,7 @@ def measure_step_costs(
     drafter: "DFlowDrafter",
     *,
     longest: int | None = None,
+    device: torch.device | None = None,
     context_length: int = 64,
     repeats: int = 3,
 ) -> StepCosts:
@@ -184,11 +187,12 @@ def measure_step_costs(
 
     Args:
         longest (`int`, *optional*, defaults to a full block's): Up to how many drafts.
+        device (`torch.device`, *optional*, defaults to the target's): Where its inputs go.
         context_length (`int`, *optional*, defaults to 64): Tokens in the caches.
         repeats (`int`, *optional*, defaults to 3): Of each length; medians count. Lengths between 1, 2, 4, 8 … tokens
             are interpolated.
     """
-    device, vocab_size = target.device, target.get_input_embeddings().weight.shape[0]
+    device, vocab_size = device or target.device, target.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or context_length * 4
     most = (longest or drafter.config.drafts_per_block) + 1

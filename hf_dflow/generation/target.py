@@ -49,7 +49,7 @@ class TargetSession:
             `tuple`: The target's outputs; its logits `[B, N + 1, V]` of anchors and drafts, those of the last token
             after the prompts; tapped states `[B, rows, taps * target_hidden_size]`.
         """
-        num_drafts, device = draft.token_ids.shape[1], self.model.device
+        num_drafts, device = draft.token_ids.shape[1], draft.token_ids.device
         state.num_target_forwards += 1
         if state.is_prefill:
             prompt_ids = torch.cat([row.ids for row in state.rows])
@@ -86,7 +86,7 @@ class TargetSession:
         Returns:
             `tuple`: As `forward`, of anchor and path; and the path as a block.
         """
-        row, device = state.rows[0], self.model.device
+        row, device = state.rows[0], block.token_ids.device
         state.num_target_forwards += 1
         cached = int(state.cache.get_seq_length())
         nodes = torch.tensor([tree.token_ids], device=device)
