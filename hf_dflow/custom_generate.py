@@ -18,7 +18,8 @@ def generate(model, drafter=None, drafter_revision=None, streamer=None, **kwargs
         raise ValueError("this folder was never published, so it has no name to load the drafter by: pass drafter=")
     if drafter is None:
         options = {{}} if drafter_revision is None else {{"revision": drafter_revision}}
-        drafter = hf_dflow.DFlowDrafter.from_pretrained(REPOSITORY, device_map=model.device, **options)
+        device = None if model.device.type == "meta" else model.device  # meta: the target is offloaded
+        drafter = hf_dflow.DFlowDrafter.from_pretrained(REPOSITORY, device_map=device, **options)
     kwargs = {{key: value for key, value in kwargs.items() if value is not None}}
     return model.generate(custom_generate=hf_dflow.DFlowDecoder(drafter, streamer=streamer), **kwargs)
 '''
