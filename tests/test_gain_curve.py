@@ -23,6 +23,7 @@ def lab(tasks):
             "probe": probed(rescue),
             "dflash": {"tokens_per_step": figure(3.0)},
             "dflow": {"gain_over_dflash": figure(gain)},
+            "pairs": {"dflow over multi_round": {"gain": figure(gain / 2)}},
         }
         for task, (rescue, gain) in tasks.items()
     }
@@ -35,7 +36,10 @@ def lab(tasks):
 def evaluation(gain):
     group = {
         "contestants": {"dflash": {"tokens_per_step": figure(1.6)}},
-        "differences": {"dflow - dflash": {"gain": figure(gain), "difference": figure(9.0)}},
+        "differences": {
+            "dflow - dflash": {"gain": figure(gain), "difference": figure(9.0)},
+            "multi_round - dflow": {"gain": figure(0.25)},
+        },
     }
     return {"modes": {"T=0": {"by_task": {"chat": group, "unprobed": group}}}}
 
@@ -69,10 +73,17 @@ def test_points_of_both_kinds_of_records_become_one_picture(tmp_path):
         ("text", "held-out text", 0.3, 2.0, 0.2),
         ("real", "chat", 0.1, 1.6, 0.02),
     ]
+    assert [one["relay_gain"] for one in record["points"]] == [0.05, 0.2, None, pytest.approx(-0.2)]
+    low, high = record["points"][-1]["relay_interval_95"]
+    assert (low, high) == (pytest.approx(1 / 1.35 - 1), pytest.approx(1 / 1.15 - 1)), "the other over the one"
     assert record["correlation_with_gain"]["rescue_rate"] > 0.99
+    assert 0.9 < record["correlation_with_relay_gain"]["rescue_rate"] < 1.0
     assert record["correlation_with_gain"]["re_convergence"] is None, "the same in all: no correlation, and no NaN"
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "| real, chat | 60.0% | 10.0% | 5.0% | 1.60 | +2.0% [-8.0%, +12.0%] |" in result.output
+    assert (
+        "| real, chat | 60.0% | 10.0% | 5.0% | 1.60 | +2.0% [-8.0%, +12.0%] | -20.0% [-25.9%, -13.0%] |"
+        in result.output
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ BASELINES = {
 }
 NO_CORRECTION = "no correction"  # the DFlash drafter without its causal correction
 KINDS = ("dflash", "multi_round", "dflow, relay off", "dflow")
+LAB_CORPORA = ("airports", "characters", "source-code", "documentation")
 
 
 def evaluation(name):
@@ -141,20 +142,21 @@ def test_the_experiment_prints_the_measured_tables():
     """Bug: new runs are committed and the document still argues from the old ones."""
     text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
     corpora = evaluation("lab-airports")["corpora"]
-    characters = evaluation("lab-characters")["corpora"]["characters-b8"]
-    for record in (corpora["airports-b8"], characters):
+    for name in LAB_CORPORA:
+        record = evaluation(f"lab-{name}")["corpora"][f"{name}-b8"]
         for line in as_markdown(record).splitlines():
             assert line in text
-    assert characters["texts_identical"] == "240 of 240"
-    assert f"({corpora['airports-b8']['texts_identical']})" in text
-    for name in ("re_convergence", "rescue_rate", "largest_gain"):
-        assert f"{name.replace('_', ' ').replace('re c', 're-c')} {characters['probe'][name]:.1%}" in text
+        right, asked = record["texts_identical"].split(" of ")
+        assert right == asked and f"{right} of {asked}" in text
+        probe = (record["probe"][one] for one in ("re_convergence", "rescue_rate", "rescue_rate_top5", "largest_gain"))
+        cells = [name, *(f"{one:.1%}" for one in probe), f"{record['dflash']['tokens_per_step']['value']:.2f}"]
+        assert f"| {' | '.join(cells)} |" in text
     assert "reaches 3.30" in text and corpora["airports-b8-3600-updates"]["dflash"]["tokens_per_step_by_seed"] == [
         pytest.approx(3.30, abs=0.005)
     ]
 
 
-@pytest.mark.parametrize("corpus", ["airports", "characters"])
+@pytest.mark.parametrize("corpus", LAB_CORPORA)
 def test_the_experiment_is_the_runs(tmp_path, corpus):
     """Bug: figures that the committed runs do not give."""
     runs = ROOT / "docs" / "results" / f"lab-{corpus}-runs"
@@ -168,14 +170,16 @@ def test_the_experiment_is_the_runs(tmp_path, corpus):
 
 def test_the_gain_curve_is_that_of_the_records():
     """Bug: new figures are committed and the picture, its table or its correlations are still of the old ones."""
-    points = gain_curve.lab_points(evaluation("lab-airports")) + gain_curve.lab_points(evaluation("lab-characters"))
+    points = [point for name in LAB_CORPORA for point in gain_curve.lab_points(evaluation(f"lab-{name}"))]
     points += gain_curve.pair_points("SmolLM2", evaluation("eval-other-kinds"), evaluation("probe-other-kinds"))
     record = evaluation("gain-curve")
-    assert [one["gain"] for one in record["points"]] == [point.gain for point in points]
+    for gain in ("gain", "relay_gain"):
+        assert [one[gain] for one in record["points"]] == [getattr(point, gain) for point in points]
     text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
     assert gain_curve.as_markdown(points) in text
-    for r in gain_curve.correlations(points).values():
-        assert f"{r:.2f}" in text
+    ours, of_relay = (gain_curve.correlations(points, of) for of in ("gain", "relay_gain"))
+    for axis in gain_curve.AXES:
+        assert f" | {ours[axis]:.2f} | {of_relay[axis]:.2f} |" in text
 
 
 def test_what_an_update_costs_is_what_the_runs_took():

@@ -1,7 +1,8 @@
 """`python -m hf_dflow.bench.gain_curve OUTPUT.json`: DFlow's gain against what the probe saw and how good DFlash was.
 
 One point for each task of each pair, or for a lab corpus that has no tasks; everything is read from committed records,
-nothing is measured.
+nothing is measured. Beside the gain over DFlash, which training over several rounds has a share in, stands what is the
+relay's own: the gain over a drafter that was trained over as many rounds without one.
 """
 
 import json
@@ -39,12 +40,21 @@ class Point:
     dflash_tokens_per_step: float
     gain: float
     interval_95: tuple[float, float]
+    relay_gain: float | None  # over the kind "multi_round", where it was trained
+    relay_interval_95: tuple[float, float] | None
 
 
 def lab_points(record: dict[str, Any]) -> list[Point]:
     """Of `python -m hf_dflow.bench.lab report`: each corpus by task, or as a whole where it has none."""
     return [
-        _point(corpus, task, entry["probe"], entry["dflash"], entry["dflow"]["gain_over_dflash"])
+        _point(
+            corpus,
+            task,
+            entry["probe"],
+            entry["dflash"],
+            entry["dflow"]["gain_over_dflash"],
+            entry.get("pairs", {}).get("dflow over multi_round", {}).get("gain"),
+        )
         for corpus, found in record["corpora"].items()
         for task, entry in _tasks(found).items()
     ]
@@ -68,13 +78,29 @@ def pair_points(name: str, evaluation: dict[str, Any], probe: dict[str, Any]) ->
         if task in probe["by_task"] and "dflow - dflash" in group["differences"]:
             seen = {key: figure["value"] for key, figure in probe["by_task"][task].items()}
             gain = group["differences"]["dflow - dflash"]["gain"]
-            points.append(_point(name, task, seen, group["contestants"]["dflash"], gain))
+            relay = _inverse(group["differences"].get("multi_round - dflow", {}).get("gain"))
+            points.append(_point(name, task, seen, group["contestants"]["dflash"], gain, relay))
     if not points:
         raise DFlowError(f"{name}: evaluation and probe share no task with greedy runs of dflash and dflow")
     return points
 
 
-def _point(pair: str, task: str, seen: dict[str, float], dflash: dict[str, Any], gain: dict[str, Any]) -> Point:
+def _inverse(gain: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The gain of the other over the one."""
+    if gain is None:
+        return None
+    low, high = gain["interval_95"]
+    return {"value": 1 / (1 + gain["value"]) - 1, "interval_95": [1 / (1 + high) - 1, 1 / (1 + low) - 1]}
+
+
+def _point(
+    pair: str,
+    task: str,
+    seen: dict[str, float],
+    dflash: dict[str, Any],
+    gain: dict[str, Any],
+    relay: dict[str, Any] | None,
+) -> Point:
     quality = dflash["tokens_per_step"]["value"]
     low, high = gain["interval_95"]
     return Point(
@@ -86,49 +112,66 @@ def _point(pair: str, task: str, seen: dict[str, float], dflash: dict[str, Any],
         dflash_tokens_per_step=quality,
         gain=gain["value"],
         interval_95=(low, high),
+        relay_gain=None if relay is None else relay["value"],
+        relay_interval_95=None if relay is None else tuple(relay["interval_95"]),
     )
 
 
-def correlations(points: list[Point]) -> dict[str, float | None]:
-    """Pearson's r of the gain with each axis, every point counted once; `None` where one of them is the same in all."""
+def correlations(points: list[Point], of: str = "gain") -> dict[str, float | None]:
+    """Pearson's r of "gain" or "relay_gain" with each axis, every point that has one counted once.
+
+    `None` where one of the two is the same in all points, or fewer than two points have it.
+    """
     found: dict[str, float | None] = {}
     for axis in AXES:
-        pairs = np.array([[getattr(point, axis), point.gain] for point in points]).T
-        found[axis] = float(np.corrcoef(pairs)[0, 1]) if np.ptp(pairs, axis=1).all() else None
+        pairs = np.array([[getattr(one, axis), getattr(one, of)] for one in points if getattr(one, of) is not None]).T
+        varies = pairs.size > 2 and bool(np.ptp(pairs, axis=1).all())
+        found[axis] = float(np.corrcoef(pairs)[0, 1]) if varies else None
     return found
 
 
 def plot(points: list[Point], path: Path) -> None:
-    """Write a picture with one panel for each axis; bars are the gains' intervals."""
+    """Write a picture with one panel for each axis and gain; bars are the gains' intervals."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(AXES), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(AXES), sharey=True)
-    for panel, (axis, label) in zip(panels, AXES.items(), strict=True):
-        for pair in dict.fromkeys(point.pair for point in points):
-            own = [point for point in points if point.pair == pair]
-            gains = np.array([point.gain for point in own])
-            low, high = np.array([point.interval_95 for point in own]).T
-            spread = 100 * np.abs([gains - low, high - gains])
-            x = np.array([getattr(point, axis) for point in own]) * (1 if axis.startswith("dflash") else 100)
-            panel.errorbar(x, 100 * gains, spread, fmt="o", capsize=3, label=pair)
+    rows = {"gain": "DFlash", "relay_gain": "multi_round"}
+    rows = {of: other for of, other in rows.items() if any(getattr(point, of) is not None for point in points)}
+    figure = Figure(figsize=(4 * len(AXES), 3.6 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), len(AXES), sharex="col", sharey="row", squeeze=False)
+    for (of, other), line in zip(rows.items(), panels, strict=True):
+        for panel, axis in zip(line, AXES, strict=True):
+            for pair in dict.fromkeys(point.pair for point in points):
+                own = [point for point in points if point.pair == pair and getattr(point, of) is not None]
+                _draw(panel, [100 * getattr(point, of) for point in own], own, axis, of, pair)
+            panel.axhline(0, color="gray", linewidth=0.8)
+        line[0].set_ylabel(f"DFlow over {other}, tokens per step, %")
+    for panel, (axis, label) in zip(panels[-1], AXES.items(), strict=True):
         panel.set_xlabel(label + ("" if axis.startswith("dflash") else ", %"))
-        panel.axhline(0, color="gray", linewidth=0.8)
-    panels[0].set_ylabel("DFlow over DFlash, tokens per step, %")
-    panels[0].legend()
+    panels[0][0].legend()
     figure.savefig(path, dpi=110)
+
+
+def _draw(panel: Any, gains: list[float], points: list[Point], axis: str, of: str, pair: str) -> None:
+    bounds = [point.interval_95 if of == "gain" else point.relay_interval_95 for point in points]
+    low, high = 100 * np.array(bounds, dtype=float).reshape(-1, 2).T
+    x = np.array([getattr(point, axis) for point in points]) * (1 if axis.startswith("dflash") else 100)
+    panel.errorbar(x, gains, np.abs([np.array(gains) - low, high - np.array(gains)]), fmt="o", capsize=3, label=pair)
 
 
 def as_markdown(points: list[Point]) -> str:
     """The points as a table, as the documentation prints them."""
-    lines = ["| pair, task | re-convergence | rescue rate | largest gain | DFlash | gain |", "|---" * 6 + "|"]
+    names = ("pair, task", "re-convergence", "rescue rate", "largest gain", "DFlash", "gain", "over multi_round")
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for point in points:
-        low, high = point.interval_95
         shares = (f"{value:.1%}" for value in (point.re_convergence, point.rescue_rate, point.largest_gain))
-        gain = f"{point.gain:+.1%} [{low:+.1%}, {high:+.1%}]"
-        cells = [f"{point.pair}, {point.task}", *shares, f"{point.dflash_tokens_per_step:.2f}", gain]
+        gains = (_cell(point.gain, point.interval_95), _cell(point.relay_gain, point.relay_interval_95))
+        cells = [f"{point.pair}, {point.task}", *shares, f"{point.dflash_tokens_per_step:.2f}", *gains]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(gain: float | None, interval: tuple[float, float] | None) -> str:
+    return "–" if gain is None or interval is None else f"{gain:+.1%} [{interval[0]:+.1%}, {interval[1]:+.1%}]"
 
 
 def main(
@@ -152,13 +195,18 @@ def main(
         points += _points(given, partial(pair_points, name), _read(Path(evaluation)), _read(Path(probe)))
     if len(points) < 2:
         raise DFlowError(f"{len(points)} points are no curve; give --lab or --pair with more tasks")
-    found = correlations(points)
-    record = {"points": [asdict(point) for point in points], "correlation_with_gain": found}
+    found, of_relay = correlations(points), correlations(points, "relay_gain")
+    record = {
+        "points": [asdict(point) for point in points],
+        "correlation_with_gain": found,
+        "correlation_with_relay_gain": of_relay,
+    }
     output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plot(points, output.with_suffix(".png"))
     typer.echo(as_markdown(points))
-    for axis, r in found.items():
-        typer.echo(f"r with {AXES[axis]}: {'none, it is the same in all' if r is None else format(r, '.2f')}")
+    for axis, label in AXES.items():
+        said = ("none" if r is None else format(r, ".2f") for r in (found[axis], of_relay[axis]))
+        typer.echo("r with {}: {}; over multi_round: {}".format(label, *said))
 
 
 def _points(where: str, read: Callable[..., list[Point]], *records: dict[str, Any]) -> list[Point]:
