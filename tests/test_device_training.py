@@ -1,4 +1,4 @@
-"""Training, its features and the experiment on a GPU, or on the device that tests/pretended_device.py makes up."""
+"""Training, features, experiment and benchmark on a GPU, or on what tests/pretended_device.py makes up."""
 
 import json
 import os
@@ -8,7 +8,9 @@ import torch
 from kit import tiny_drafter, tiny_target
 from test_four_drafters import DECODING, SMALL, run, short, target  # noqa: F401  (two are fixtures)
 from trainer_kit import differing, tiny_rows, tiny_trainer, weights_of
+from typer.testing import CliRunner
 
+from hf_dflow import cli
 from hf_dflow.bench import four_drafters
 from hf_dflow.bench.probe import probe_text
 from hf_dflow.errors import DFlowError
@@ -103,4 +105,13 @@ def test_the_whole_experiment(target, tmp_path, short, monkeypatch):  # noqa: F8
     monkeypatch.setattr(four_drafters, "load_target", lambda name, dtype, device: load(name, dtype, DEVICE))
     (tmp_path / "prompts.txt").write_text("\n".join(f"question number {i}?" for i in range(60)))
     result = run(target, tmp_path / "out", "--prompts", tmp_path / "prompts.txt", "--updates 2", SMALL, DECODING)
+    assert result.exit_code == 0, result.output
+
+
+def test_the_benchmark(tmp_path):
+    """Bug: a strategy, a clock or a count that only ever ran on the CPU."""
+    options = ["--tiny", "--output-tokens", "10", "--per-task", "1", "--temperature", "0", "--temperature", "1"]
+    result = CliRunner().invoke(
+        cli.app, ["bench", "run", *options, "--device", DEVICE, "--json", str(tmp_path / "bench.json")]
+    )
     assert result.exit_code == 0, result.output
