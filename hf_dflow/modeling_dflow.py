@@ -236,8 +236,9 @@ class DFlowDrafter(PreTrainedModel):
             weight: Any = getattr(target_embedding, "weight", None)
             if weight is not None and not weight.is_meta:
                 token_ids = token_ids.to(weight.device)
-            if self.config.input_embedding == "target" or type(target_embedding) is nn.Embedding:
-                embeds = target_embedding(token_ids)  # also where accelerate brings its weight for each call
+            # The rows of an offloaded weight are had by the call alone, for which accelerate brings it.
+            if self.config.input_embedding == "target" or (weight is not None and weight.is_meta):
+                embeds = target_embedding(token_ids)
             else:
                 embeds = nn.functional.embedding(token_ids, weight)
         embeds = embeds.to(device=self.device, dtype=self.dtype)
@@ -365,10 +366,11 @@ class DFlowDrafter(PreTrainedModel):
         if self.lm_head is not None:
             return hidden
         weight = getattr(target_head, "weight", None)  # a quantised head may expose none, or an integer one
-        if weight is None or weight.is_meta:  # accelerate brings an offloaded head's weight, and the states to it
+        if weight is None:
             return hidden
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        return hidden.to(device=weight.device, dtype=dtype)
+        place = hidden.device if weight.is_meta else weight.device  # accelerate takes states to an offloaded head
+        return hidden.to(device=place, dtype=dtype)
 
     @property
     def first_drafting_row(self) -> int:

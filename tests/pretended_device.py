@@ -62,11 +62,16 @@ class PretendedTensor(torch.Tensor):
     held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor, device: torch.device) -> "PretendedTensor":
+    def __new__(cls, held: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False):
+        if device is None:  # accelerate makes parameters anew by their class, wherever they are
+            return held.detach().requires_grad_(requires_grad)
         layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
         tensor = torch.Tensor._make_wrapper_subclass(cls, held.size(), device=device, **layout)
         tensor.held = held
         return tensor
+
+    def __init__(self, *_, **__):
+        pass  # torch's takes no options
 
     def __repr__(self, **_) -> str:
         return f"{self.device}: {self.held}"
@@ -157,7 +162,9 @@ def _run(func, args: tuple, kwargs: dict[str, Any]) -> Any:
     device = _result_device(func, args, kwargs.get("device"), tensors)
     met = {tensor.device for tensor in tensors if tensor.dim() or isinstance(tensor, PretendedTensor)}
     if func in INDEXING and isinstance(args[0], PretendedTensor):
-        met.discard(torch.device("cpu"))
+        values = args[2] if len(args) > 2 else args[0]
+        if isinstance(values, PretendedTensor) or not values.dim():
+            met.discard(torch.device("cpu"))
     if len(met) > 1 and func not in COPIES:
         raise RuntimeError(f"Expected all tensors to be on the same device, {met} met in {func}")
     if device.type != NAME:

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 from batches import padded
-from kit import NudgedDrafter, assert_not_vacuous, prompt_of, tiny_drafter, tiny_target
+from kit import NudgedDrafter, assert_not_vacuous, dflow_greedy, prompt_of, tiny_drafter, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_dflow import AcceptanceMonitor, DFlowDrafter, DFlowGenerationConfig
@@ -174,4 +174,13 @@ def test_split_target():
             found = said(DEVICE, drafter_device, {}, FEATURES[name], 1, target=target)
             assert found.sequences.tolist() == expected.sequences.tolist()
     expected = said("cpu", "cpu", {}, dict, 2)
+    ids, mask = padded(PROMPTS[:2])
+    drafter = tiny_drafter(target_on("cpu"), 8).to(second)
+    for places in ((first, "cpu"), ("cpu", first)):  # which the target's own hooks would bring together
+        output = dflow_greedy(
+            target, drafter, ids.to(places[0]), attention_mask=mask.to(places[1]), max_new_tokens=NEW_TOKENS
+        )
+        assert output.sequences.tolist() == expected.sequences.tolist() and output.sequences.device == torch.device(
+            places[0]
+        )
     assert said(DEVICE, second, {}, dict, 2, target=target).sequences.tolist() == expected.sequences.tolist()

@@ -114,3 +114,14 @@ def test_records_without_a_common_task_are_refused():
     """Bug: a pair vanishes from the picture and nobody is told."""
     with pytest.raises(DFlowError, match="share no task"):
         gain_curve.pair_points("real", evaluation(0.1), {"by_task": {"code": {}}})
+
+
+@pytest.mark.parametrize("name", ["dflow - multi_round", "multi_round - dflow"])
+def test_either_difference_gives_the_relays_gain(name):
+    """Bug: an evaluation that named its contestants in the other order has no relay's gain, and nobody is told."""
+    record = evaluation(0.1)
+    differences = record["modes"]["T=0"]["by_task"]["chat"]["differences"]
+    del differences["multi_round - dflow"]
+    differences[name] = {"gain": figure(0.25)}
+    (point,) = gain_curve.pair_points("real", record, probe(0.1))
+    assert point.relay_gain == pytest.approx(0.25 if name.startswith("dflow") else -0.2)

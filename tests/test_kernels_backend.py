@@ -259,3 +259,27 @@ def test_generate_refuses_a_backend_that_cannot_run(monkeypatch):
         config = DFlowGenerationConfig(max_new_tokens=4, kernel_backend=backend)
         with pytest.raises(UnsupportedGenerationError, match=message):
             target.generate(prompt, assistant_model=drafter, generation_config=config)
+
+
+def test_a_kernel_runs_where_its_tensors_lie(monkeypatch):
+    """Bug: with tensors on the second GPU, Triton launches on the current one, which is the first."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    entered = []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append(self.device)
+
+        def __exit__(self, *_):
+            entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    with FakeTensorMode():
+        states = torch.empty(2, device="cuda:1")
+    kernel = {(1,): lambda states, width: entered.append("launched")}
+    verification.Launch(kernel, (1,), {"width": 3, "states": states}).run()
+    assert entered == [torch.device("cuda:1"), "launched", "left"]

@@ -18,6 +18,7 @@ from law import Loop, law_error, three_token_drafter, three_token_target
 from test_fallback import TurnsGood
 
 from hf_dflow import DFlowDecoder, DFlowGenerationConfig, UnsupportedGenerationError
+from hf_dflow.generation import step_length
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.fallback import LONGEST_PAUSE
 from hf_dflow.generation.step_length import TRIAL, LengthPlanner, StepCosts, measure_step_costs, step_costs
@@ -213,6 +214,10 @@ def test_the_costs_are_measured_once_for_a_pair(monkeypatch):
     assert len(costs.verify) == 6 and list(costs.verify) == sorted(costs.verify) and costs.draft > 0
     assert step_costs(target, drafter) is costs
     assert step_costs(target, tiny_drafter(target, 4)) is not costs
+    assert step_costs(target, drafter, device=torch.device("cpu")) is costs
+    moved = step_length._MEASURED[target][drafter]
+    moved[torch.device("cpu"), torch.device("cuda:0")] = moved.pop((torch.device("cpu"), torch.device("cpu")))
+    assert step_costs(target, drafter) is not costs, "what was measured on another device"
     sliding = tiny_target("gemma_sliding")
     assert len(measure_step_costs(sliding, tiny_drafter(sliding, 4), repeats=1).verify) == 4
     prompt = prompt_of(7)

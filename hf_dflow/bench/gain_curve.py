@@ -78,7 +78,8 @@ def pair_points(name: str, evaluation: dict[str, Any], probe: dict[str, Any]) ->
         if task in probe["by_task"] and "dflow - dflash" in group["differences"]:
             seen = {key: figure["value"] for key, figure in probe["by_task"][task].items()}
             gain = group["differences"]["dflow - dflash"]["gain"]
-            relay = _inverse(group["differences"].get("multi_round - dflow", {}).get("gain"))
+            relay = group["differences"].get("dflow - multi_round", {}).get("gain")
+            relay = relay or _inverse(group["differences"].get("multi_round - dflow", {}).get("gain"))
             points.append(_point(name, task, seen, group["contestants"]["dflash"], gain, relay))
     if not points:
         raise DFlowError(f"{name}: evaluation and probe share no task with greedy runs of dflash and dflow")
@@ -113,19 +114,19 @@ def _point(
         gain=gain["value"],
         interval_95=(low, high),
         relay_gain=None if relay is None else relay["value"],
-        relay_interval_95=None if relay is None else tuple(relay["interval_95"]),
+        relay_interval_95=None if relay is None else (relay["interval_95"][0], relay["interval_95"][1]),
     )
 
 
 def correlations(points: list[Point], of: str = "gain") -> dict[str, float | None]:
     """Pearson's r of "gain" or "relay_gain" with each axis, every point that has one counted once.
 
-    `None` where one of the two is the same in all points, or fewer than two points have it.
+    `None` where one of the two is the same in all points, or fewer than three points have it.
     """
     found: dict[str, float | None] = {}
     for axis in AXES:
         pairs = np.array([[getattr(one, axis), getattr(one, of)] for one in points if getattr(one, of) is not None]).T
-        varies = pairs.size > 2 and bool(np.ptp(pairs, axis=1).all())
+        varies = pairs.size > 4 and bool(np.ptp(pairs, axis=1).all())
         found[axis] = float(np.corrcoef(pairs)[0, 1]) if varies else None
     return found
 
@@ -212,7 +213,7 @@ def main(
 def _points(where: str, read: Callable[..., list[Point]], *records: dict[str, Any]) -> list[Point]:
     try:
         return read(*records)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DFlowError(f"{where}: no record of the kind that this option takes ({error!r})") from error
 
 

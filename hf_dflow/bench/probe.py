@@ -69,8 +69,12 @@ def probe_text(drafter: DFlowDrafter, target: Any, token_ids: Sequence[int], pro
     Raises:
         DFlowError: The two lie on different devices.
     """
-    if drafter.device != target.device:
-        raise DFlowError(f"the drafter is on {drafter.device}, the target on {target.device}; move one to the other")
+    places = {parameter.device for model in (drafter, target) for parameter in model.parameters()}
+    if len(places) > 1 or target.device.type == "meta":
+        raise DFlowError(
+            f"drafter and target are on {', '.join(sorted(map(str, places)))} (meta: offloaded); load both onto one "
+            "device"
+        )
     config, length = drafter.config, len(token_ids)
     text = torch.tensor([list(token_ids)], device=target.device)
     states = target(text, output_hidden_states=True, use_cache=False).hidden_states

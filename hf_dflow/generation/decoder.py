@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from hf_dflow.generation import _compat, batch
-from hf_dflow.generation.checks import check_call, check_mode, check_target
+from hf_dflow.generation.checks import BATCHED, check_call, check_mode, check_target
 from hf_dflow.generation.configuration import OPTION_NAMES, DFlowOptions, resolve_options
 from hf_dflow.generation.drafting import DraftBlock, DraftSession
 from hf_dflow.generation.fallback import PATIENCE, Warnings
@@ -76,6 +76,11 @@ class DFlowDecoder:
         own_streamer = self.streamer if streamer is None else None
         has_streamer = streamer is not None or own_streamer is not None
         check_call(model, input_ids, synced_gpus, model_kwargs, generation_config, has_streamer, stop.asks_criteria)
+        for (
+            name
+        ) in BATCHED:  # a spread or offloaded target takes them from anywhere; our own rows are where the ids are
+            if isinstance(model_kwargs.get(name), torch.Tensor):
+                model_kwargs[name] = model_kwargs[name].to(input_ids.device)
         options = resolve_options(self.drafter, generation_config, self.options)
         check_pair(model, self.drafter, chat_mode=options.chat_mode)
         processors = logits_processor or LogitsProcessorList()

@@ -38,6 +38,12 @@ def check_pair(
         PairMismatchError: Naming the first size that differs. Other names, revisions, tokenizers, modes and numbers of
             tokens are warned of once: the text stays the target's own, drafts may be rejected more often.
     """
+    places = {parameter.device for parameter in drafter.parameters()}
+    if len(places) > 1 or drafter.device.type == "meta":
+        raise PairMismatchError(
+            f"The drafter is spread over {', '.join(sorted(map(str, places)))} (meta: offloaded); load it onto one "
+            "device, device_map=target.device."
+        )
     target, ours = model.config.get_text_config(), drafter.config
     layers = target.num_hidden_layers
     if ours.target_hidden_size != target.hidden_size:

@@ -159,18 +159,18 @@ def calibrated(confidence: float, intercept: float, slope: float) -> float:
     return 0.5 * (1.0 + math.tanh(0.5 * logit))  # the logistic function, which no logit overflows
 
 
-_MEASURED: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, StepCosts]]" = WeakKeyDictionary()
+_MEASURED: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, StepCosts]]]" = WeakKeyDictionary()
 
 
 def step_costs(
     target: Any, drafter: "DFlowDrafter", longest: int | None = None, device: torch.device | None = None
 ) -> StepCosts:
-    """[`measure_step_costs`] of a pair, measured once in the life of its models, and anew for more drafts."""
-    of_target = _MEASURED.setdefault(target, WeakKeyDictionary())
-    wanted = longest or drafter.config.drafts_per_block
-    if drafter not in of_target or len(of_target[drafter].verify) <= wanted:
-        of_target[drafter] = measure_step_costs(target, drafter, longest=wanted, device=device)
-    return of_target[drafter]
+    """[`measure_step_costs`] of a pair, measured once where its models are, and anew for more drafts."""
+    of_pair = _MEASURED.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
+    wanted, place = longest or drafter.config.drafts_per_block, (device or target.device, drafter.device)
+    if place not in of_pair or len(of_pair[place].verify) <= wanted:
+        of_pair[place] = measure_step_costs(target, drafter, longest=wanted, device=device)
+    return of_pair[place]
 
 
 @torch.no_grad()
@@ -230,7 +230,8 @@ def measure_step_costs(
         hidden = session.block_hidden(token_ids[:, context_length], [context_length], None)
         drafter.compute_logits(hidden, session.head)
 
-    times = {length: _seconds(lambda length=length: verify(length), repeats, device) for length in lengths}
+    places = {device, output.logits.device, drafter.device}
+    times = {length: _seconds(lambda length=length: verify(length), repeats, places) for length in lengths}
     verify_times, dearest = [], 0.0
     for length in range(1, most + 1):
         above = min(one for one in lengths if one >= length)
@@ -238,21 +239,22 @@ def measure_step_costs(
         share = 0.0 if above == below else (length - below) / (above - below)
         dearest = max(dearest, times[below] + share * (times[above] - times[below]))  # more tokens never cost less
         verify_times.append(dearest)
-    return StepCosts(_seconds(draft, repeats, device), tuple(verify_times))
+    return StepCosts(_seconds(draft, repeats, places), tuple(verify_times))
 
 
-def _seconds(run: Any, repeats: int, device: torch.device) -> float:
+def _seconds(run: Any, repeats: int, places: set[torch.device]) -> float:
     """Median time of a call, after one that warms up."""
     taken = []
     for _ in range(repeats + 1):
-        _wait(device)
+        _wait(places)
         started = time.perf_counter()
         run()
-        _wait(device)
+        _wait(places)
         taken.append(time.perf_counter() - started)
     return statistics.median(taken[1:])
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _wait(places: set[torch.device]) -> None:
+    for device in places:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
 """`verify_block` on a GPU: which kernels run, with what. The contract is `reference.verify_block`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,11 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.options)
+        """Launch where the tensors lie: Triton takes the current device, which theirs need not be."""
+        tensors = (one for one in self.arguments.values() if isinstance(one, torch.Tensor))
+        device = next(tensors).device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[self.grid](**self.arguments, **self.options)
 
 
 @dataclass(frozen=True)
