@@ -76,9 +76,7 @@ class DFlowDecoder:
         own_streamer = self.streamer if streamer is None else None
         has_streamer = streamer is not None or own_streamer is not None
         check_call(model, input_ids, synced_gpus, model_kwargs, generation_config, has_streamer, stop.asks_criteria)
-        for (
-            name
-        ) in BATCHED:  # a spread or offloaded target takes them from anywhere; our own rows are where the ids are
+        for name in BATCHED:  # the hooks of a spread target take them from anywhere; our rows are where the ids are
             if isinstance(model_kwargs.get(name), torch.Tensor):
                 model_kwargs[name] = model_kwargs[name].to(input_ids.device)
         options = resolve_options(self.drafter, generation_config, self.options)

@@ -35,8 +35,9 @@ def check_pair(
         chat_mode (`str`, *optional*): How it will be asked: "thinking", "non-thinking", "chat" or "raw".
 
     Raises:
-        PairMismatchError: Naming the first size that differs. Other names, revisions, tokenizers, modes and numbers of
-            tokens are warned of once: the text stays the target's own, drafts may be rejected more often.
+        PairMismatchError: Naming the first size that differs; or the drafter is spread over devices, or reads rows of
+            an embedding that is offloaded. Other names, revisions, tokenizers, modes and numbers of tokens are warned
+            of once: the text stays the target's own, drafts may be rejected more often.
     """
     places = {parameter.device for parameter in drafter.parameters()}
     if len(places) > 1 or drafter.device.type == "meta":
