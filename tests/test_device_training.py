@@ -30,7 +30,7 @@ KINDS = {
     "bfloat16": {"precision": "bfloat16"},
 }
 if DEVICE != "cuda":
-    del KINDS["bfloat16"]  # the pretended device casts nothing
+    del KINDS["bfloat16"]  # the pretended device has no autocast
 
 
 def target_on(device: str):

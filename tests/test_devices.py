@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from accelerate import cpu_offload, dispatch_model
 from batches import padded
 from kit import NudgedDrafter, assert_not_vacuous, prompt_of, tiny_drafter, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -24,7 +25,7 @@ PROMPTS = [prompt_of(length, seed=length) for length in (3, 12, 1)]
 PLACES = [(DEVICE, "cpu"), ("cpu", DEVICE), (DEVICE, DEVICE)]
 COSTS = {"draft": 0.3, "verify": [1 + i / 9 for i in range(8)]}
 ALONE = "tree"  # features with this word are for one sequence
-FOLLOWED = ("repetition_penalty", "no_repeat_ngram_size", "logits_processor", "eos_token_id", "min_new_tokens")
+CHANGE_THE_TEXT = ("repetition_penalty", "no_repeat_ngram_size", "logits_processor", "eos_token_id", "min_new_tokens")
 
 
 class Own(LogitsProcessor):
@@ -81,19 +82,16 @@ def target_on(device: str):
     return tiny_target("llama", attention="sdpa").to(device)
 
 
-def followed(options: dict) -> list[tuple[torch.Tensor, int]]:
-    """What plain decoding says to each prompt, longer than asked for."""
-    plain = {key: value for key, value in options.items() if key in FOLLOWED}
-    return plain_texts() if not plain else plain_texts.__wrapped__(**plain)
-
-
-@cache
-def plain_texts(**plain) -> list[tuple[torch.Tensor, int]]:
+def plain_texts(**options) -> list[tuple[torch.Tensor, int]]:
+    """What plain decoding says to each prompt, longer than asked for, and how long the prompt is."""
     found = []
     for one in PROMPTS:
-        text = target_on("cpu").generate(one, max_new_tokens=NEW_TOKENS + SLACK, do_sample=False, **plain)
+        text = target_on("cpu").generate(one, max_new_tokens=NEW_TOKENS + SLACK, do_sample=False, **options)
         found.append((text, one.shape[1]))
     return found
+
+
+usual_texts = cache(plain_texts)
 
 
 def said(target_device: str, drafter_device: str, fields: dict, make_options, rows: int, target=None, mask_at=None):
@@ -107,7 +105,8 @@ def said(target_device: str, drafter_device: str, fields: dict, make_options, ro
         token_ids = torch.arange(drafter.config.draft_vocab_size)
         drafter.set_draft_vocabulary(token_ids, target_on("cpu").get_output_embeddings().weight)
     if not fields:
-        drafter.follow_rows(followed(options)[:rows])
+        changes = {name: value for name, value in options.items() if name in CHANGE_THE_TEXT}
+        drafter.follow_rows((plain_texts(**changes) if changes else usual_texts())[:rows])
     drafter = drafter.to(drafter_device)
     given = {"logits_processor": options.pop("logits_processor")} if "logits_processor" in options else {}
     config = DFlowGenerationConfig(
@@ -153,14 +152,13 @@ def test_a_drafter_on_two_devices(name):
 def test_a_single_sequence():
     """C10: what a batch does otherwise."""
     expected = said("cpu", "cpu", {}, dict, 1)
+    assert_not_vacuous(expected.statistics)
     for place in PLACES:
         assert said(*place, {}, dict, 1).sequences.tolist() == expected.sequences.tolist()
 
 
 def test_split_target():
     """C10: tapped states of layers that live on another device than the head."""
-    from accelerate import dispatch_model
-
     if torch.get_device_module(DEVICE).device_count() < 2:
         pytest.skip("needs two devices")
     first, second = (torch.device(DEVICE, index) for index in range(2))
@@ -173,9 +171,21 @@ def test_split_target():
         expected = said("cpu", "cpu", {}, FEATURES[name], 1)
         for drafter_device in (second, "cpu"):
             found = said(DEVICE, drafter_device, {}, FEATURES[name], 1, target=target)
+            assert_not_vacuous(found.statistics)
             assert found.sequences.tolist() == expected.sequences.tolist()
     expected = said("cpu", "cpu", {}, dict, 3)
     # The target's own hooks bring together what is given on two devices.
     for ids_at, mask_at in ((first, first), (first, "cpu"), ("cpu", first)):
         found = said(ids_at, second, {}, dict, 3, target=target, mask_at=mask_at)
+        assert_not_vacuous(found.statistics)
+        assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_offloaded_target():
+    """C10: a weight that accelerate brings to the device for a call alone, beside a drafter there or not."""
+    expected = said("cpu", "cpu", {}, dict, 3)
+    target = cpu_offload(tiny_target("llama", attention="sdpa"), execution_device=torch.device(DEVICE, 0))
+    for drafter_device in (DEVICE, "cpu"):
+        found = said(DEVICE, drafter_device, {}, dict, 3, target=target)
+        assert_not_vacuous(found.statistics)
         assert found.sequences.tolist() == expected.sequences.tolist()

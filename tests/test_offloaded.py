@@ -3,16 +3,33 @@
 import accelerate
 import pytest
 import torch
-from kit import dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target
+from kit import (
+    PatternDrafter,
+    assert_not_vacuous,
+    dflow_greedy,
+    plain_greedy,
+    prompt_of,
+    scripted,
+    tiny_drafter,
+    tiny_target,
+)
 
 from hf_dflow import DFlowGenerationConfig, PairMismatchError
 
 OFFLOADED = {
     "plain": {},
-    "correction": {"correction_intermediate_size": 16, "correction_top_k": 4},
     "target's embedding": {"input_embedding": "target"},
     "own embedding and head": {"input_embedding": "own", "output_head": "own"},
 }
+CORRECTED = {"correction_intermediate_size": 16, "correction_top_k": 40}
+NEW_TOKENS = 24
+
+
+def offload(target):
+    """The same target, whose weights are gone between calls."""
+    offloaded = accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
+    assert offloaded.get_input_embeddings().weight.is_meta
+    return offloaded
 
 
 @pytest.mark.parametrize("options", [{}, {"adaptive_length": True}, {"tree_budget": 6}], ids=str)
@@ -20,23 +37,41 @@ OFFLOADED = {
 def test_offloaded_target(name, options):
     """C10: a weight of the target read between its calls, when accelerate has taken it away."""
     target, prompt = tiny_target(), prompt_of(7)
-    expected = plain_greedy(target, prompt, 12)
-    drafter = tiny_drafter(target, 8, **OFFLOADED[name])
-    offloaded = accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
-    assert offloaded.get_input_embeddings().weight.is_meta
-    config = DFlowGenerationConfig(max_new_tokens=12, do_sample=False, **options)
-    output = offloaded.generate(prompt, assistant_model=drafter, generation_config=config)
-    assert output.tolist() == expected.tolist()
+    expected = plain_greedy(target, prompt, NEW_TOKENS)
+
+    drafter = scripted(PatternDrafter, target, prompt, NEW_TOKENS, pattern=[3, 1, 0, 2], **OFFLOADED[name])
+    config = DFlowGenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, **options)
+    output = offload(target).generate(prompt, assistant_model=drafter, generation_config=config)
+    assert output.sequences.tolist() == expected.tolist()
+    if "adaptive_length" not in options:  # whose measured costs may well verify single drafts
+        assert_not_vacuous(output.statistics)
 
 
 @pytest.mark.parametrize(("of_target", "of_drafter"), [("float32", "bfloat16"), ("float64", "float32")])
 def test_an_offloaded_head_gets_states_of_its_own_type(of_target, of_drafter):
     """Bug: a weight that is away is not asked for its type either."""
     target, prompt = tiny_target(dtype=getattr(torch, of_target)), prompt_of(7)
-    expected = plain_greedy(target, prompt, 12)
-    drafter = tiny_drafter(target, 8, dtype=getattr(torch, of_drafter))
-    offloaded = accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
-    assert dflow_greedy(offloaded, drafter, prompt, max_new_tokens=12).sequences.tolist() == expected.tolist()
+    expected = plain_greedy(target, prompt, NEW_TOKENS)
+    drafter = scripted(
+        PatternDrafter, target, prompt, NEW_TOKENS, pattern=[3, 1, 0, 2], dtype=getattr(torch, of_drafter)
+    )
+    output = dflow_greedy(offload(target), drafter, prompt, max_new_tokens=NEW_TOKENS)
+    assert output.sequences.tolist() == expected.tolist()
+    assert_not_vacuous(output.statistics)
+
+
+def test_a_correction_scores_through_the_head_alone():
+    """C10: rows of a head's weight, when accelerate has taken it away."""
+    target, prompt, outputs = tiny_target(), prompt_of(7), []
+    drafter = tiny_drafter(target, 8, **CORRECTED)
+    options = {"max_new_tokens": 40, "do_sample": True, "top_k": 0, "temperature": 4.0, "seeds": [0]}
+    config = DFlowGenerationConfig(return_dict_in_generate=True, **options)
+    for place in (lambda model: model, offload):
+        outputs.append(place(target).generate(prompt, assistant_model=drafter, generation_config=config))
+    expected, found = outputs
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert found.statistics.per_step_accepted == expected.statistics.per_step_accepted
+    assert_not_vacuous(found.statistics)
 
 
 def test_raw_rows_are_the_matrix_own():
@@ -61,6 +96,5 @@ def test_a_scaled_embedding_that_is_offloaded_is_refused():
     """Bug: rows of a weight that is not there, as an error about meta tensors in the middle of a call."""
     target = tiny_target("gemma")
     drafter = tiny_drafter(target, 8)
-    offloaded = accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
     with pytest.raises(PairMismatchError, match="name it in device_map"):
-        dflow_greedy(offloaded, drafter, prompt_of(7), max_new_tokens=4)
+        dflow_greedy(offload(target), drafter, prompt_of(7), max_new_tokens=4)

@@ -156,6 +156,15 @@ def test_the_experiment_prints_the_measured_tables():
     ]
 
 
+@pytest.mark.parametrize(
+    ("corpus", "words"), [("source-code", "held-out pieces is"), ("documentation", "held-out loss")]
+)
+def test_the_targets_loss_is_the_recorded_one(corpus, words):
+    """Bug: a loss from memory."""
+    text = " ".join((ROOT / "docs" / "experiment.md").read_text(encoding="utf-8").split())
+    assert f"{words} {evaluation(f'lab-{corpus}-runs/target')['held_out_loss']:.2f} ([its record]" in text
+
+
 @pytest.mark.parametrize("corpus", LAB_CORPORA)
 def test_the_experiment_is_the_runs(tmp_path, corpus):
     """Bug: figures that the committed runs do not give."""

@@ -83,7 +83,7 @@ def prepare(
         model.save_pretrained(folder / "target")
         typer.echo(f"held-out loss {loss:.3f}")
     target, own_tokenizer = Lab.load_target(folder), AutoTokenizer.from_pretrained(folder / "target")
-    write_answers(
+    rows = write_answers(
         folder,
         target,
         prompts(text, text.seen, own_tokenizer, num_prompts),
@@ -91,6 +91,7 @@ def prepare(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
     )
+    typer.echo(f"{len(rows)} rows to learn from, {sum(row.answer_length for row in rows)} tokens")
 
 
 def _corpus(name: str, answers: Path | None, tokenizer: str | None) -> corpora.Corpus:

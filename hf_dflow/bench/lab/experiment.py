@@ -202,11 +202,15 @@ def probe(lab: Lab, drafter: DFlowDrafter, rows: list[TrainingRow]) -> dict[str,
     return summarise(probe_text(drafter, lab.target, row.token_ids, row.prompt_length) for row in rows)
 
 
-def write_answers(folder: Path, target, seen_prompts, held_out_prompts, *, max_new_tokens: int, temperature: float):
-    """The target's text for training (half greedy, half sampled) and, greedy, for measuring."""
+def write_answers(
+    folder: Path, target, seen_prompts, held_out_prompts, *, max_new_tokens: int, temperature: float
+) -> list[TrainingRow]:
+    """Write the target's text for training (half greedy, half sampled; returned) and, greedy, for measuring."""
     half = len(seen_prompts) // 2
     rows = answer(target, seen_prompts[:half], max_new_tokens, 0.0)
     rows += answer(target, seen_prompts[half:], max_new_tokens, temperature)
-    write_rows(folder / "rows.json", [row for row in rows if row.answer_length > 9])
+    rows = [row for row in rows if row.answer_length > 9]
+    write_rows(folder / "rows.json", rows)
     held_out = answer(target, held_out_prompts, max_new_tokens, 0.0)
     write_rows(folder / "held_out.json", [row for row in held_out if row.answer_length > 9])
+    return rows
