@@ -52,10 +52,10 @@ bench-full: $(VENV)/.stamp  ## the same over all tasks, the record that README p
 	$(VENV)/bin/hf-dflow bench readme README.md
 
 bench-loop: $(VENV)/.stamp  ## the loop against transformers' own DFlash loop; run it when nothing else runs
-	$(VENV)/bin/python -m hf_dflow.bench.loop
+	$(VENV)/bin/python -m experiments.loop
 
 bench-batch: $(VENV)/.stamp  ## a batch of 8 against eight single runs; run it when nothing else runs
-	$(VENV)/bin/python -m hf_dflow.bench.batch
+	$(VENV)/bin/python -m experiments.batch
 
 clean:  ## remove both virtual environments
 	rm -rf $(VENV) $(OLDEST)

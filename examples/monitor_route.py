@@ -6,7 +6,7 @@ import hf_dflow
 from hf_dflow.bench.runners import load_pair
 from hf_dflow.bench.tiny import TINY_PROMPTS, given_or_tiny
 from hf_dflow.bench.workloads import HELD_OUT, read_prompts, select
-from hf_dflow.monitor_report import in_words
+from hf_dflow.generation.policy.monitor_report import in_words
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--tiny", action="store_true", help="the package's tiny pair in place of SmolLM2")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import hf_dflow
 from hf_dflow.bench.tiny import TINY_DRAFTER
-from hf_dflow.cards import check_card
-from hf_dflow.publish import publish
+from hf_dflow.hub.cards import check_card
+from hf_dflow.hub.publishing import publish
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--drafter", type=Path, default=TINY_DRAFTER, help="folder; the tiny one by default")

@@ -3,7 +3,6 @@
 from transformers import AutoConfig, AutoModel
 
 from hf_dflow._version import __version__
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import (
     DFlowError,
     DrafterConfigError,
@@ -19,10 +18,11 @@ from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.mixture import StaleMixture
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.pair import check_pair, record_target, tokenizer_fingerprint
+from hf_dflow.generation.policy.monitor import AcceptanceMonitor, MonitorSettings, StepTimes
 from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.generation.strategy import install, uninstall
-from hf_dflow.modeling_dflow import DFlowDrafter
-from hf_dflow.monitor import AcceptanceMonitor, MonitorSettings, StepTimes
+from hf_dflow.model.configuration import DFlowDrafterConfig
+from hf_dflow.model.drafter import DFlowDrafter
 
 AutoConfig.register(DFlowDrafterConfig.model_type, DFlowDrafterConfig, exist_ok=True)
 AutoModel.register(DFlowDrafterConfig, DFlowDrafter, exist_ok=True)

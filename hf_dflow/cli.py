@@ -8,8 +8,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dflow import hub_commands as hub
-
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.bench import commands as bench_commands
 from hf_dflow.bench.options import (
@@ -27,7 +25,8 @@ from hf_dflow.bench.options import (
 from hf_dflow.bench.tables import report_console
 from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.errors import DFlowError
-from hf_dflow.hub_commands import errors_in_words
+from hf_dflow.hub import commands as hub
+from hf_dflow.hub.commands import errors_in_words
 from hf_dflow.training import commands as training
 
 app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True)

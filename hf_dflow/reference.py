@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_dflow.generation._compat import capture_features
-from hf_dflow.modeling_dflow import DFlowDrafter, apply_rotary
+from hf_dflow.model.drafter import DFlowDrafter, apply_rotary
 
 
 @dataclass

@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="the kernels need Triton: pip install 'hf-d
 
 import triton.runtime.interpreter as interpreter
 
+from experiments.kernel_agreement import compare_decisions
 from hf_dflow.kernels import BlockDecision, SparseLogits, tiles, verification, verify_block
-from hf_dflow.kernels.agreement import compare_decisions
 
 pytestmark_interpreter = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of 1/0 in lanes nobody reads
 

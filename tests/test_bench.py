@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit import tiny_drafter, tiny_target
 
-from hf_dflow.bench import loop
+from experiments import loop
 from hf_dflow.bench.report import bootstrap_interval, figure, resampled_sums, run_conditions
 from hf_dflow.bench.runners import Pair
 from hf_dflow.bench.workloads import (

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from kit import prompt_of, tiny_drafter, tiny_target
 
-from hf_dflow.bench import batch
+from experiments import batch
 from hf_dflow.bench.runners import Pair
 from hf_dflow.bench.workloads import Prompt
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_dflow.bench import static_cache
+from experiments import static_cache
 from hf_dflow.generation._compat import STATIC_IS_CROPPABLE
 
 

@@ -15,11 +15,11 @@ from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import FITTING, HELD_OUT, Prompt, read_prompts
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
-from hf_dflow.fitted import NUM_TRAITS
 from hf_dflow.generation.configuration import resolve_options
 from hf_dflow.generation.mixture import StaleMixture
-from hf_dflow.generation.step_length import LengthPlanner, StepCosts
-from hf_dflow.generation.step_length import calibrated as calibrated_probability
+from hf_dflow.generation.policy.lengths import LengthPlanner, StepCosts
+from hf_dflow.generation.policy.lengths import calibrated as calibrated_probability
+from hf_dflow.model.fitted import NUM_TRAITS
 
 
 def made_up_slots(generator, count=4000):

@@ -10,8 +10,8 @@ from kit import tiny_drafter, tiny_target
 from typer.testing import CliRunner
 
 from hf_dflow import cli
-from hf_dflow.cards import FILL_IN, SECTIONS, check_card, make_card
-from hf_dflow.hub import BUNDLED
+from hf_dflow.hub.cards import FILL_IN, SECTIONS, check_card, make_card
+from hf_dflow.hub.names import BUNDLED
 
 ROOT = Path(__file__).parent.parent
 CARDS = ROOT / "model_cards"

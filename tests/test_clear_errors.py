@@ -8,8 +8,8 @@ import typer
 from test_compare import RUN, endpoint_record
 from typer.testing import CliRunner
 
+from experiments.decisions import plot_calibration
 from hf_dflow.bench import run_view, suite, sweep
-from hf_dflow.bench.decisions import plot_calibration
 from hf_dflow.bench.options import writable, writable_folder, write_json
 from hf_dflow.bench.runners import Contestant, Mode, load_pair, usable_device
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET

@@ -15,9 +15,9 @@ from hf_dflow import (
     DrafterConfigError,
     UnsupportedGenerationError,
 )
-from hf_dflow.cards import make_card
-from hf_dflow.correction import head_scores
 from hf_dflow.generation.drafting import DraftSession
+from hf_dflow.hub.cards import make_card
+from hf_dflow.model.correction import head_scores
 from hf_dflow.training.config import TrainingConfig, TrainingConfigError
 from hf_dflow.training.rounds import draft_round
 

@@ -6,13 +6,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_dflow.bench import decisions
+from experiments import decisions
 from hf_dflow.bench.evaluation import Answer
 from hf_dflow.bench.runners import Mode, Run
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import Prompt
+from hf_dflow.generation.policy.lengths import StepCosts
 from hf_dflow.generation.statistics import AcceptanceStatistics
-from hf_dflow.generation.step_length import StepCosts
 
 app = typer.Typer()
 app.command()(decisions.main)

@@ -10,14 +10,14 @@ from test_four_drafters import DECODING, SMALL, run, short, target  # noqa: F401
 from trainer_kit import differing, tiny_rows, tiny_trainer, weights_of
 from typer.testing import CliRunner
 
+from experiments import four_drafters
+from experiments.resident import ResidentFeatures
 from hf_dflow import cli
-from hf_dflow.bench import four_drafters
 from hf_dflow.bench.probe import probe_text
 from hf_dflow.errors import DFlowError
 from hf_dflow.training import checkpoint
 from hf_dflow.training.config import Stage
 from hf_dflow.training.features import FeatureStore
-from hf_dflow.training.resident import ResidentFeatures
 
 DEVICE = os.environ.get("HF_DFLOW_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")

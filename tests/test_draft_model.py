@@ -9,9 +9,9 @@ from kit import plain_greedy, tiny_drafter, tiny_target
 from trainer_kit import tiny_rows, tiny_training
 from transformers import AutoModelForCausalLM
 
+from experiments import autoregressive
+from experiments.autoregressive import train_draft_model
 from hf_dflow.errors import DFlowError
-from hf_dflow.training import autoregressive
-from hf_dflow.training.autoregressive import train_draft_model
 from hf_dflow.training.batch import RowOrder
 from hf_dflow.training.config import Stage
 from hf_dflow.training.data import TrainingRow

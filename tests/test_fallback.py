@@ -20,7 +20,7 @@ from kit import (
 )
 
 from hf_dflow.generation import drafting
-from hf_dflow.generation.fallback import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, DraftPolicy
+from hf_dflow.generation.policy.pausing import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, DraftPolicy
 
 LONG = 200
 

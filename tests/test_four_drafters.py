@@ -11,15 +11,16 @@ from safetensors.torch import load_file
 from trainer_kit import tiny_rows
 from typer.testing import CliRunner
 
+from experiments import drafter_stages, four_drafters
+from experiments.drafter_stages import KINDS, Recipe, Training
+from experiments.resident import ResidentFeatures
 from hf_dflow import DFlowDrafter
-from hf_dflow.bench import drafter_stages, evaluation, four_drafters
-from hf_dflow.bench.drafter_stages import KINDS, Recipe, Training
+from hf_dflow.bench import evaluation
 from hf_dflow.bench.runners import Run
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
 from hf_dflow.training.data import is_held_out, read_rows
 from hf_dflow.training.features import FeatureStore
-from hf_dflow.training.resident import ResidentFeatures
 
 ROUNDING = 1e-4  # float32 sums over a padded batch
 SMALL = "--rows-per-update 2 --anchors-per-row 2 --num-layers 1 --block-size 4 --max-new-tokens 16 --batch 8"

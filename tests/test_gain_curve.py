@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from hf_dflow.bench import gain_curve
+from experiments import gain_curve
 from hf_dflow.errors import DFlowError
 
 

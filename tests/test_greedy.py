@@ -21,7 +21,7 @@ from kit import (
 )
 
 from hf_dflow import AcceptanceProcessor, DFlowDecoder, DFlowGenerationConfig
-from hf_dflow.generation.fallback import PATIENCE
+from hf_dflow.generation.policy.pausing import PATIENCE
 
 NEW_TOKENS = 48
 PROMPT = prompt_of(12)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_kit import poison, random_arguments, tiled  # noqa: F401 - a fixture
 
+from experiments.kernel_agreement import compare_decisions
 from hf_dflow.kernels import verify_block
-from hf_dflow.kernels.agreement import compare_decisions
 
 pytestmark = kernel_kit.pytestmark_interpreter
 

@@ -12,7 +12,8 @@ from kit import PatternDrafter, assert_not_vacuous, plain_greedy, prompt_of, scr
 
 from hf_dflow import DFlowDecoder, DFlowGenerationConfig
 from hf_dflow.errors import UnsupportedGenerationError
-from hf_dflow.kernels import backends, compact_rows, reference, verification, verify_block
+from hf_dflow.kernels import backends, compact_rows, verification, verify_block
+from hf_dflow.kernels import torch_ops as reference
 
 pytestmark = kernel_kit.pytestmark_interpreter
 

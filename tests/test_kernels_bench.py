@@ -9,9 +9,9 @@ import torch
 from kernel_kit import tiled
 from typer.testing import CliRunner
 
-from hf_dflow.bench import kernels as bench
-from hf_dflow.bench import relay_profile
-from hf_dflow.bench.__main__ import app
+from experiments import kernels as bench
+from experiments import relay_profile
+from experiments.__main__ import app
 
 pytestmark = kernel_kit.pytestmark_interpreter
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dflow.kernels import compact_rows, reference
+from hf_dflow.kernels import compact_rows
+from hf_dflow.kernels import torch_ops as reference
 
 BACKENDS = ("torch", "triton")
 

@@ -27,7 +27,7 @@ MAX_SHARED = 48 * 1024  # what every architecture grants without being asked
 def rows(tmp_path_factory):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "hf_dflow.kernels.resources", "--json"]
+    command = [sys.executable, "-m", "experiments.kernel_resources", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)["kernels"]

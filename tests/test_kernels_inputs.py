@@ -13,8 +13,9 @@ import torch
 import triton.runtime.interpreter as interpreter
 from kernel_kit import assert_agrees, poison, random_arguments, tiled  # noqa: F401 - a fixture
 
-from hf_dflow.kernels import reference, verify_block
-from hf_dflow.kernels.agreement import compare_decisions
+from experiments.kernel_agreement import compare_decisions
+from hf_dflow.kernels import torch_ops as reference
+from hf_dflow.kernels import verify_block
 
 pytestmark = [kernel_kit.pytestmark_interpreter, pytest.mark.usefixtures("poison")]
 

@@ -8,7 +8,8 @@ import torch
 from kernel_kit import assert_agrees, in_small_tiles, poison, random_arguments, tiled  # noqa: F401 - a fixture
 from test_verify_block_numerics import logits_of, one_draft
 
-from hf_dflow.kernels import SparseLogits, reference, verify_block
+from hf_dflow.kernels import SparseLogits, verify_block
+from hf_dflow.kernels import torch_ops as reference
 
 pytestmark = [kernel_kit.pytestmark_interpreter, pytest.mark.usefixtures("poison")]
 

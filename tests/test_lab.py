@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from experiments.lab import __main__ as lab
+from experiments.lab import corpora
+from experiments.lab.experiment import KINDS, DrafterRecipe, Lab, measure, training_config
+from experiments.lab.target import encode
+from experiments.lab.variants import VariantTrainer
 from hf_dflow import DFlowDrafter, tokenizer_fingerprint
-from hf_dflow.bench.lab import __main__ as lab
-from hf_dflow.bench.lab import corpora
-from hf_dflow.bench.lab.experiment import KINDS, DrafterRecipe, Lab, measure, training_config
-from hf_dflow.bench.lab.target import encode
-from hf_dflow.bench.lab.variants import VariantTrainer
 from hf_dflow.errors import DFlowError
 
 

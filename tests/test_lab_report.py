@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_dflow.bench.lab.report import as_markdown, read_results, summarise, summarise_tasks
+from experiments.lab.report import as_markdown, read_results, summarise, summarise_tasks
 
 
 def line(kind, seed, tokens, steps, **more):

@@ -7,9 +7,9 @@ import torch
 from kit import tiny_target
 from trainer_kit import tiny_rows, tiny_training
 
-from hf_dflow.bench.lab import variants
-from hf_dflow.bench.lab.experiment import last_losses
-from hf_dflow.bench.lab.variants import VARIANTS, Variant, VariantTrainer
+from experiments.lab import variants
+from experiments.lab.experiment import last_losses
+from experiments.lab.variants import VARIANTS, Variant, VariantTrainer
 from hf_dflow.training.config import Stage
 from hf_dflow.training.live import LiveFeatures
 from hf_dflow.training.rounds import draft_round, next_round, relay_additions

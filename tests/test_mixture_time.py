@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from hf_dflow.bench import mixture_time
+from experiments import mixture_time
 from hf_dflow.bench.runners import Contestant, Mode, decode, load_pair
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import read_prompts

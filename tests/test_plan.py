@@ -25,7 +25,7 @@ from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation import verification
-from hf_dflow.generation.rows import DraftCache
+from hf_dflow.generation.cache import DraftCache
 
 ROWS, PROMPT, TOKENS = 48, 40, 92
 TOLERANCE = 0.05

@@ -11,7 +11,7 @@ from test_cards import SMOLLM2
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowDrafter, cli
-from hf_dflow.publish import CardError, publish
+from hf_dflow.hub.publishing import CardError, publish
 
 NAME = "org/my-drafter"
 FILES = [

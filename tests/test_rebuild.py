@@ -8,8 +8,8 @@ import torch
 from data_kit import chat_target
 from typer.testing import CliRunner
 
+from experiments import rebuild
 from hf_dflow import DFlowDrafter
-from hf_dflow.bench import rebuild
 from hf_dflow.errors import DFlowError
 from hf_dflow.training.trainer import Trainer
 

@@ -8,7 +8,7 @@ from kit import tiny_drafter, tiny_target
 from trainer_kit import tiny_trainer
 
 from hf_dflow import DFlowDrafter, DrafterConfigError
-from hf_dflow.relay import summarise_logits
+from hf_dflow.model.relay import summarise_logits
 from hf_dflow.training.config import TrainingConfigError
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_dflow.bench import gain_curve
-from hf_dflow.bench.lab.report import as_markdown, read_results, summarise, summarise_tasks
-from hf_dflow.cards import MACHINE_PATHS
+from experiments import gain_curve
+from experiments.lab.report import as_markdown, read_results, summarise, summarise_tasks
+from hf_dflow.hub.cards import MACHINE_PATHS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "model_cards").glob("smollm2*.md")]

@@ -18,10 +18,10 @@ from law import Loop, law_error, three_token_drafter, three_token_target
 from test_fallback import TurnsGood
 
 from hf_dflow import DFlowDecoder, DFlowGenerationConfig, UnsupportedGenerationError
-from hf_dflow.generation import step_length
 from hf_dflow.generation.drafting import DraftBlock
-from hf_dflow.generation.fallback import LONGEST_PAUSE
-from hf_dflow.generation.step_length import TRIAL, LengthPlanner, StepCosts, measure_step_costs, step_costs
+from hf_dflow.generation.policy import lengths as step_length
+from hf_dflow.generation.policy.lengths import TRIAL, LengthPlanner, StepCosts, measure_step_costs, step_costs
+from hf_dflow.generation.policy.pausing import LONGEST_PAUSE
 from hf_dflow.generation.uniforms import cut
 
 EXACT, BROKEN = 1e-9, 1e-3

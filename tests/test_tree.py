@@ -18,10 +18,10 @@ from kit import (
 from memorize import memorize
 
 from hf_dflow import DFlowGenerationConfig, UnsupportedGenerationError
-from hf_dflow.generation import tree
-from hf_dflow.generation.rows import DraftCache
-from hf_dflow.generation.step_length import StepCosts
-from hf_dflow.generation.tree import DraftTree, Worth, grow
+from hf_dflow.generation.cache import DraftCache
+from hf_dflow.generation.policy import trees as tree
+from hf_dflow.generation.policy.lengths import StepCosts
+from hf_dflow.generation.policy.trees import DraftTree, Worth, grow
 
 PROMPT_LENGTH, NEW_TOKENS, BLOCK = 9, 48, 6
 PARITY = 1e-4  # RMSNorm computes in float32, whose rounding depends on the shape; a wrong row is off by whole units

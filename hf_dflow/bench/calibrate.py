@@ -24,12 +24,12 @@ from rich.progress import track
 from hf_dflow.bench.runners import Contestant, Mode, Pair, decode
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
-from hf_dflow.fitted import NUM_TRAITS, SLOT_GROUPS
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.mixture import LARGEST_WEIGHT, StaleMixture
-from hf_dflow.generation.step_length import LEAST_CONFIDENCE, LengthPlanner, StepCosts
+from hf_dflow.generation.policy.lengths import LEAST_CONFIDENCE, LengthPlanner, StepCosts
 from hf_dflow.generation.verification import Verification
+from hf_dflow.model.fitted import NUM_TRAITS, SLOT_GROUPS
 
 MODES = {"greedy": Mode(), "sampled": Mode(1.0, "token")}
 # Whatever the drafter's defaults say: what is fitted on must be its own law, judged by the lossless rule.

@@ -28,7 +28,7 @@ from hf_dflow.bench.options import (
 )
 from hf_dflow.bench.tables import report_console
 from hf_dflow.errors import DFlowError
-from hf_dflow.hub_commands import errors_in_words
+from hf_dflow.hub.commands import errors_in_words
 
 app = typer.Typer(help="Measure before you switch it on.", no_args_is_help=True)
 

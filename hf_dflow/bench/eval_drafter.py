@@ -33,8 +33,8 @@ from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
 from hf_dflow.errors import DFlowError, PairMismatchError
 from hf_dflow.generation.configuration import SAMPLING_RULES
 from hf_dflow.generation.pair import check_pair
-from hf_dflow.hub import check_name
-from hf_dflow.hub_commands import errors_in_words
+from hf_dflow.hub.commands import errors_in_words
+from hf_dflow.hub.names import check_name
 from hf_dflow.training.draft_model import load_draft_model
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_dflow.generation.configuration import SPECULATION_TYPE
 from hf_dflow.generation.statistics import AcceptanceStatistics
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 IDENTICAL, NEAR_TIE, FAULT = "identical", "rounding near tie", "FAULT"
 

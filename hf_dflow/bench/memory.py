@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_dflow.checkpoints import format_of, speculators
 from hf_dflow.checkpoints.files import read_config
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DFlowError, PairMismatchError
-from hf_dflow.generation.rows import MAX_HOLES, DraftCache
-from hf_dflow.hub import resolve
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.generation.cache import MAX_HOLES, DraftCache
+from hf_dflow.hub.names import resolve
+from hf_dflow.model.configuration import DFlowDrafterConfig
+from hf_dflow.model.drafter import DFlowDrafter
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 GIB = 2**30

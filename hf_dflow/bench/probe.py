@@ -18,7 +18,7 @@ from hf_dflow.bench.tables import print_table
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation._compat import capture_features
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.proposals import greedy_proposals, proposal_features
 from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 
 from hf_dflow.checkpoints import dflash, dflash2, native, own, speculators
 from hf_dflow.checkpoints.files import HUB_OPTIONS, StoredTensor, read_config, read_tensors, stored_tensors
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
-from hf_dflow.hub import resolve
+from hf_dflow.hub.names import resolve
+from hf_dflow.model.configuration import DFlowDrafterConfig
 
 FORMATS: dict[str, Any] = {
     "dflow": own,

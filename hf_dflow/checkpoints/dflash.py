@@ -11,8 +11,8 @@ import torch
 from transformers import Qwen3Config
 
 from hf_dflow.checkpoints.own import make_config
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError
+from hf_dflow.model.configuration import DFlowDrafterConfig
 
 ARCHITECTURE = "DFlashDraftModel"
 DESCRIPTION = f"'architectures': ['{ARCHITECTURE}'] with 'model_type': 'qwen3' (z-lab's DFlash v1)"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_dflow.checkpoints.dflash import ConfigReader
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
+from hf_dflow.model.configuration import DFlowDrafterConfig
 
 ARCHITECTURE = "DFlash2DraftModel"
 DESCRIPTION = f"'architectures': ['{ARCHITECTURE}'] with 'model_type': 'qwen3' (z-lab's DFlash 2)"

@@ -17,8 +17,8 @@ from transformers import Qwen3Config
 from hf_dflow._version import __version__
 from hf_dflow.checkpoints import dflash, dflash2, speculators
 from hf_dflow.checkpoints.files import OWN_PARTS_FILE, StoredTensor
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError
+from hf_dflow.model.configuration import DFlowDrafterConfig
 
 OWN_PARTS = ("relay.", "causal_correction.")
 QWEN3_FIELDS = (

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hf_dflow.checkpoints.own import make_config
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError
+from hf_dflow.model.configuration import DFlowDrafterConfig
 
 MODEL_TYPES = ("muse_glimmer_assistant",)
 DESCRIPTION = f"'model_type': '{MODEL_TYPES[0]}' (transformers' DFlash assistant)"

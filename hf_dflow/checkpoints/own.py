@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError
+from hf_dflow.model.configuration import DFlowDrafterConfig
 
 DESCRIPTION = f"'model_type': '{DFlowDrafterConfig.model_type}' (this package)"
 DTYPES = (None, "float64", "float32", "bfloat16", "float16")

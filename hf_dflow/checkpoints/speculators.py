@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING
 from hf_dflow.checkpoints import dflash2
 from hf_dflow.checkpoints.files import StoredTensor
 from hf_dflow.checkpoints.own import make_config
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
+from hf_dflow.model.configuration import DFlowDrafterConfig
 
 MODEL_TYPE, MODEL_TYPE_2 = "dflash", "dflash2"
 DESCRIPTION = f"'speculators_model_type': '{MODEL_TYPE}' or '{MODEL_TYPE_2}' (vLLM's speculators)"

@@ -11,16 +11,16 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from hf_dflow.generation import _compat
 from hf_dflow.generation.checks import BATCHED, check_rows_alone
 from hf_dflow.generation.configuration import DFlowOptions
-from hf_dflow.generation.fallback import DraftPolicy
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.path import PathProcessor
+from hf_dflow.generation.policy.lengths import ROW_PRECISION, LengthPlanner, StepCosts
+from hf_dflow.generation.policy.monitor import RoutePolicy
+from hf_dflow.generation.policy.pausing import DraftPolicy
 from hf_dflow.generation.records import Records, combine
 from hf_dflow.generation.row_processors import for_row
-from hf_dflow.generation.state import DecodeState, Row
+from hf_dflow.generation.rows import DecodeState, Row
 from hf_dflow.generation.statistics import AcceptanceStatistics
-from hf_dflow.generation.step_length import ROW_PRECISION, LengthPlanner, StepCosts
 from hf_dflow.generation.uniforms import generator_of, row_seeds
-from hf_dflow.monitor import RoutePolicy
 
 logger = logging.getLogger(__name__)
 

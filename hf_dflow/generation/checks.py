@@ -15,7 +15,7 @@ from hf_dflow.generation._compat import (
     get_cache,
     is_croppable,
 )
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 FLAG = 'speculation_type="dflow"'
 CACHES = (None, "dynamic", "static") if STATIC_IS_CROPPABLE else (None, "dynamic")

@@ -8,11 +8,11 @@ from transformers import GenerationConfig
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.acceptance import AcceptanceProcessor, AcceptanceThreshold
 from hf_dflow.generation.mixture import LEARNED, StaleMixture, is_mixture_weight
-from hf_dflow.generation.step_length import StepCosts
-from hf_dflow.generation.tree import AUTO, LARGEST_AUTO
+from hf_dflow.generation.policy.lengths import StepCosts
+from hf_dflow.generation.policy.monitor import MonitoredRoute
+from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO
 from hf_dflow.kernels import BACKENDS
-from hf_dflow.modeling_dflow import DFlowDrafter
-from hf_dflow.monitor import MonitoredRoute
+from hf_dflow.model.drafter import DFlowDrafter
 
 SPECULATION_TYPE = "dflow"
 SAMPLING_RULES = ("token", "block")
@@ -80,7 +80,7 @@ class DFlowGenerationConfig(GenerationConfig):
             over 1, 2, … tokens]}`; only ratios matter. Measured once for a pair of models otherwise, so that sampled
             text then depends on the machine.
         tree_budget (`int`, `"auto"` or `False`, *optional*, defaults to none):
-            Verify so many drafts as a tree of paths instead of one chain ([`~hf_dflow.generation.tree.DraftTree`]);
+            Verify so many drafts as a tree of paths, not one chain ([`~hf_dflow.generation.policy.trees.DraftTree`]);
             `"auto"` ends each step's tree where `step_costs` say that more nodes do not pay, at most at 64. Greedy
             decoding of one sequence only, on full attention.
         acceptance_threshold (`float` or `False`, *optional*):

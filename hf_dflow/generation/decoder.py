@@ -10,20 +10,20 @@ from hf_dflow.generation import _compat, batch
 from hf_dflow.generation.checks import BATCHED, check_call, check_mode, check_target
 from hf_dflow.generation.configuration import OPTION_NAMES, DFlowOptions, resolve_options
 from hf_dflow.generation.drafting import DraftBlock, DraftSession
-from hf_dflow.generation.fallback import PATIENCE, Warnings
 from hf_dflow.generation.feedback import make_feedback
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.pair import check_pair
 from hf_dflow.generation.path import PathProcessor
+from hf_dflow.generation.policy.lengths import StepCosts, step_costs
+from hf_dflow.generation.policy.pausing import PATIENCE, Warnings
+from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO, Worth, check_tree, expansion, grow
 from hf_dflow.generation.prefill import prompt_context
-from hf_dflow.generation.state import DecodeState, Row
-from hf_dflow.generation.step_length import StepCosts, step_costs
+from hf_dflow.generation.rows import DecodeState, Row
 from hf_dflow.generation.stopping import Emission, StopPlan
 from hf_dflow.generation.target import TargetSession
-from hf_dflow.generation.tree import AUTO, LARGEST_AUTO, Worth, check_tree, expansion, grow
 from hf_dflow.generation.uniforms import cut, draw
 from hf_dflow.generation.verification import Verification, Verifier, choose_backend, choose_rule
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 logger = logging.getLogger(__name__)
 

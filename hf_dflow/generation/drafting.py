@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_dflow.generation.rows import DraftCache
+from hf_dflow.generation.cache import DraftCache
 from hf_dflow.kernels import draw_tokens
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 if TYPE_CHECKING:
     from hf_dflow.generation.feedback import VerifierFeedback
-    from hf_dflow.generation.state import Row
+    from hf_dflow.generation.rows import Row
 
 
 @dataclass(frozen=True)

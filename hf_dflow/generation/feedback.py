@@ -5,8 +5,8 @@ from functools import cached_property
 
 import torch
 
+from hf_dflow.generation.cache import shift_left
 from hf_dflow.generation.drafting import DraftBlock
-from hf_dflow.generation.rows import shift_left
 from hf_dflow.generation.verification import Verification
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_dflow.errors import PairMismatchError
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 logger: Any = logging.get_logger(__name__)
 PADDING = 512  # vocabularies are padded to multiples of up to so many rows; two that agree then may be the same

@@ -6,8 +6,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_dflow.generation import _compat
+from hf_dflow.generation.cache import pack
 from hf_dflow.generation.checks import check_first_outputs
-from hf_dflow.generation.rows import pack
 
 
 def prefill(

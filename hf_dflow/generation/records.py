@@ -9,7 +9,7 @@ from hf_dflow.generation import _compat
 from hf_dflow.generation.verification import Verification
 
 if TYPE_CHECKING:
-    from hf_dflow.generation.rows import TargetColumns
+    from hf_dflow.generation.cache import TargetColumns
 
 Entry = tuple[torch.Tensor, ...]  # of each layer
 COLLECTED = ("scores", "logits", "hidden_states", "attentions")

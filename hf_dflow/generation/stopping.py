@@ -9,7 +9,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 if TYPE_CHECKING:
     from hf_dflow.generation.drafting import DraftBlock
-    from hf_dflow.generation.state import Row
+    from hf_dflow.generation.rows import Row
     from hf_dflow.generation.verification import Verification
 
 

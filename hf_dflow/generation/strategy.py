@@ -10,7 +10,7 @@ from hf_dflow.generation.checks import check_mode, check_target
 from hf_dflow.generation.configuration import SPECULATION_TYPE, resolve_options
 from hf_dflow.generation.decoder import DFlowDecoder
 from hf_dflow.generation.pair import check_pair
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 WRAPPED = ("_validate_generation_mode", "_assisted_decoding")
 

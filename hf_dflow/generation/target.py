@@ -7,11 +7,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_dflow.generation import _compat
 from hf_dflow.generation.drafting import DraftBlock
+from hf_dflow.generation.policy.trees import DraftTree, keep_path, tree_inputs
 from hf_dflow.generation.prefill import prefill
-from hf_dflow.generation.tree import DraftTree, keep_path, tree_inputs
 
 if TYPE_CHECKING:
-    from hf_dflow.generation.state import DecodeState
+    from hf_dflow.generation.rows import DecodeState
 
 
 class TargetSession:

@@ -14,7 +14,7 @@ from hf_dflow.generation.path import PathProcessor
 from hf_dflow.kernels import check_backend, verify_block
 
 if TYPE_CHECKING:
-    from hf_dflow.generation.state import Row
+    from hf_dflow.generation.rows import Row
 
 # (row, new token ids [1, k], their score rows [1, k, V]) -> whether the row ends with the k-th, given that it did not
 # end before. Asked once for each token, as plain decoding asks its stopping criteria.

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from hf_dflow.kernels import reference
+from hf_dflow.kernels import torch_ops as reference
 from hf_dflow.kernels.backends import BACKENDS, check_backend, run_op
-from hf_dflow.kernels.reference import RULES, BlockDecision, DraftLaw, SparseLogits, draw_tokens
+from hf_dflow.kernels.torch_ops import RULES, BlockDecision, DraftLaw, SparseLogits, draw_tokens
 
 __all__ = [
     "BACKENDS",
@@ -42,7 +42,7 @@ def verify_block(
         backend (`str`, *optional*, defaults to `"auto"`): "torch", "triton", or "auto": Triton on a CUDA device where
             it is installed. The same uniforms lead to the same decisions up to rounding. "triton" never falls back.
 
-    All other arguments, the result and the errors are those of [`~hf_dflow.kernels.reference.verify_block`].
+    All other arguments, the result and the errors are those of [`~hf_dflow.kernels.torch_ops.verify_block`].
 
     Raises:
         ValueError: See there; or "triton" cannot run here.

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_dflow.kernels.reference import kept_positions
+from hf_dflow.kernels.torch_ops import kept_positions
 from hf_dflow.kernels.verification import Launch
 
 BLOCK_T = 64  # positions that are moved together
@@ -84,7 +84,7 @@ def _(states, sources, counts):
 
 @torch.no_grad()
 def compact_rows(states: Sequence[torch.Tensor], keep: torch.Tensor) -> torch.Tensor:
-    """The contract of [`~hf_dflow.kernels.reference.compact_rows`], done by the kernel."""
+    """The contract of [`~hf_dflow.kernels.torch_ops.compact_rows`], done by the kernel."""
     sources, counts = kept_positions(states, keep)
     for one in states:  # before anything moves: what was moved once must not be moved again by another backend
         if one.stride(-1) != 1 and one.shape[-1] > 1:

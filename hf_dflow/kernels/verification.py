@@ -9,8 +9,8 @@ import torch
 import triton
 
 from hf_dflow.kernels import tiles, verify_bonus, verify_greedy, verify_sampled
-from hf_dflow.kernels.reference import BlockDecision, DraftLaw, SparseLogits, check_arguments
 from hf_dflow.kernels.tiles import DENSE, LISTED, POINT_MASS, SPARSE, tile_vocabulary, wide_dtype
+from hf_dflow.kernels.torch_ops import BlockDecision, DraftLaw, SparseLogits, check_arguments
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def verify_block(
     temperature: torch.Tensor | None = None,  # [B]
     return_residual: bool = False,
 ) -> BlockDecision:
-    """The contract of [`~hf_dflow.kernels.reference.verify_block`], decided by the kernels."""
+    """The contract of [`~hf_dflow.kernels.torch_ops.verify_block`], decided by the kernels."""
     check_arguments(
         draft_ids,
         draft_logits,

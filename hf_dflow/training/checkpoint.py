@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 PREFIX, PARTIAL = "checkpoint-", "checkpoint-partial"
 STATE = Path("training") / "state.json"

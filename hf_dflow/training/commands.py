@@ -8,7 +8,7 @@ import typer
 
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.errors import DFlowError
-from hf_dflow.hub import check_name
+from hf_dflow.hub.names import check_name
 
 
 def data(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.target import inner_model
 
 BORROWED = "borrowed_embedding.json"  # says that a folder holds trained weights only

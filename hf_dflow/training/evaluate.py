@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_dflow.generation.configuration import DFlowGenerationConfig
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 
 @dataclass

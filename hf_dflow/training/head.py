@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 
 class PlainHead:

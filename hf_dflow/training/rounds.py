@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.loss import slots_per_chunk
 from hf_dflow.training.masks import PackedMask, flex_fits
 from hf_dflow.training.packing import IGNORED, Anchors, BlockLayout, Sequences, context_places

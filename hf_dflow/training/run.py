@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_dflow._version import __version__
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.pair import record_target
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training import checkpoint
 from hf_dflow.training.config import TrainingConfig
 from hf_dflow.training.data import DataFile, TrainingRow, read_data, split_rows

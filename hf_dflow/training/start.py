@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hf_dflow.configuration_dflow import DFlowDrafterConfig
 from hf_dflow.errors import DFlowError
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.configuration import DFlowDrafterConfig
+from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.config import DECAY_OF_BLOCK, DEFAULT_CANDIDATES, TrainingConfig, TrainingConfigError
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.target import inner_model

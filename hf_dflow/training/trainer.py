@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training import checkpoint
 from hf_dflow.training.batch import RowOrder, lay_out
 from hf_dflow.training.config import Stage, TrainingConfig

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.modeling_dflow import DFlowDrafter
+from hf_dflow.model.drafter import DFlowDrafter
 
 
 def frequent_tokens(

@@ -1,0 +1,170 @@
+"""The lab's runs as figures: each kind pooled over seeds, and its gain over equally trained DFlash."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.lab.variants import VARIANTS
+from hf_dflow.bench.report import bootstrap_interval
+
+BASELINE = "dflash"
+OFF = ", relay off"
+# What the relay adds; what training with it does to the drafter without it; what reading the logits adds.
+PAIRS = [("dflow", "multi_round"), (f"dflow{OFF}", "multi_round"), ("dflow_logits", "dflow")]
+# And both again for relays that are trained otherwise.
+PAIRS += [pair for kind in VARIANTS for pair in ((kind, "dflow"), (f"{kind}{OFF}", "multi_round"))]
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The lines of FOLDER/results.jsonl; of runs made twice, the later."""
+    lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    newest = {}
+    for record in map(json.loads, lines):
+        newest[json.dumps([record["kind"], record["recipe"]])] = record
+    return list(newest.values())
+
+
+def counts_by_kind(results: list[dict[str, Any]]) -> dict[str, dict[int, np.ndarray]]:
+    """`{kind: {seed: [2, prompts] tokens and steps}}`; DFlow with its relay switched off is a kind of its own."""
+    counts: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    for record in results:
+        for key, kind in (("counts", record["kind"]), ("counts_relay_off", f"{record['kind']}{OFF}")):
+            if key in record:
+                counts[kind][record["recipe"]["seed"]] = np.array([record[key]["tokens"], record[key]["steps"]])
+    return counts
+
+
+def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens per step of each kind, pooled over seeds, and the gain over DFlash of the same seeds.
+
+    Intervals are 95% bootstraps over prompts; all seeds answer the same prompts and are resampled together.
+    """
+    by_kind = counts_by_kind(results)
+    losses = {(one["kind"], one["recipe"]["seed"]): one["last_losses"][0] for one in results if one.get("last_losses")}
+    record: dict[str, Any] = {}
+    for kind, by_seed in by_kind.items():
+        seeds = sorted(by_seed)
+        pooled = np.sum([by_seed[seed] for seed in seeds], axis=0)
+        entry = {
+            "seeds": seeds,
+            "tokens_per_step": _figure(pooled, lambda tokens, steps: tokens / steps),
+            "tokens_per_step_by_seed": [float(by_seed[seed][0].sum() / by_seed[seed][1].sum()) for seed in seeds],
+        }
+        if all((kind, seed) in losses for seed in seeds):
+            entry["mask_round_loss_by_seed"] = [losses[kind, seed] for seed in seeds]
+        baseline = by_kind.get(BASELINE, {})
+        if kind != BASELINE and set(seeds) <= set(baseline):
+            both = np.concatenate([pooled, np.sum([baseline[seed] for seed in seeds], axis=0)])
+            entry["gain_over_dflash"] = _figure(both, lambda t, s, base_t, base_s: (t / s) / (base_t / base_s) - 1)
+        record[kind] = entry
+    pairs = {
+        f"{one} over {other}": _paired(by_kind[one], by_kind[other])
+        for one, other in PAIRS
+        if {one, other} <= by_kind.keys()
+    }
+    record["pairs"] = {name: found for name, found in pairs.items() if found is not None}
+    probes = [one["probe"] for one in results if "probe" in one]
+    if probes:
+        names = probes[0].keys()
+        record["probe"] = {name: float(np.mean([one[name]["value"] for one in probes])) for name in names}
+    identical = [count for one in results for count in one["counts"]["identical"]]
+    record["texts_identical"] = f"{sum(identical)} of {len(identical)}"
+    return record
+
+
+def _paired(ours: dict[int, np.ndarray], theirs: dict[int, np.ndarray]) -> dict[str, Any] | None:
+    """How much longer one kind's steps are than another's with the seeds that both have, and with each of these."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        return None
+
+    def gain(tokens, steps, base_tokens, base_steps):
+        return (tokens / steps) / (base_tokens / base_steps) - 1
+
+    both = [np.concatenate([ours[seed], theirs[seed]]) for seed in seeds]
+    return {
+        "seeds": seeds,
+        "gain": _figure(np.sum(both, axis=0), gain),
+        "gain_by_seed": [float(gain(*one.sum(axis=1))) for one in both],
+    }
+
+
+def summarise_tasks(path: Path) -> dict[str, Any]:
+    """Of each task in `path`: what the probe saw with DFlash, and what DFlow gained, seeds pooled."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        tasks[line["task"]].append({**line, "recipe": {"seed": line["seed"]}})
+    return {task: summarise(results) for task, results in tasks.items()}
+
+
+def _figure(rows: np.ndarray, ratio) -> dict[str, Any]:
+    """`ratio` of the row sums of `[k, prompts]`, with its interval over prompts."""
+    return {
+        "value": float(ratio(*rows.sum(axis=1))),
+        "interval_95": bootstrap_interval(rows.shape[1], lambda chosen: float(ratio(*rows[:, chosen].sum(axis=1)))),
+    }
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    """The kinds of one corpus as a table, then its tasks, then temperature 1: as the documentation prints them."""
+    lines = [
+        "| drafter | seeds | tokens per step | over DFlash of the same seeds | loss of the mask round |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, entry in record.items():
+        if isinstance(entry, dict) and "seeds" in entry:
+            by_seed = ", ".join(f"{value:.2f}" for value in entry["tokens_per_step_by_seed"])
+            losses = ", ".join(f"{value:.2f}" for value in entry.get("mask_round_loss_by_seed", []))
+            cells = [kind, by_seed, _with_interval(entry["tokens_per_step"], ".2f"), _gain(entry), losses]
+            lines.append("| " + " | ".join(cells) + " |")
+    if record["pairs"]:
+        lines += ["", "| pair | longer by | with each seed |", "|---|---|---|"]
+    for pair, found in record["pairs"].items():
+        by_seed = ", ".join(f"{value:+.1%}" for value in found["gain_by_seed"])
+        lines.append(f"| {pair} | {_with_interval(found['gain'], '+.1%')} | {by_seed} |")
+    if record["tasks"]:
+        lines += [
+            "",
+            "| task | re-convergence | rescue rate | largest gain | DFlash | DFlow | gain |",
+            "|---" * 7 + "|",
+        ]
+    for task, entry in record["tasks"].items():
+        probe = [f"{entry['probe'][name]:.1%}" for name in ("re_convergence", "rescue_rate", "largest_gain")]
+        steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
+        lines.append("| " + " | ".join([task, *probe, *steps, _gain(entry["dflow"])]) + " |")
+    lines += _trained_with_and_without(record["tasks"])
+    if record["sampled"]:
+        lines += ["", "| sampling | DFlash | DFlow | gain |", "|---|---|---|---|"]
+    for task, entry in record["sampled"].items():
+        if not {"dflash", "dflow"} <= entry.keys():
+            continue
+        steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
+        lines.append("| " + " | ".join([task, *steps, _gain(entry["dflow"])]) + " |")
+    return "\n".join(lines)
+
+
+def _trained_with_and_without(tasks: dict[str, Any]) -> list[str]:
+    """What a drafter that was trained with the relay drafts without it, beside one trained without, by task."""
+    kinds = ("multi_round", f"dflow{OFF}")
+    rows = []
+    for task, entry in tasks.items():
+        found = entry.get("pairs", {}).get(f"dflow{OFF} over multi_round")
+        if found is not None:
+            steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in kinds]
+            by_seed = ", ".join(f"{value:+.1%}" for value in found["gain_by_seed"])
+            rows.append("| " + " | ".join([task, *steps, _with_interval(found["gain"], "+.1%"), by_seed]) + " |")
+    header = ["", "| task | multi_round | dflow, relay off | longer by | with each seed |", "|---" * 5 + "|"]
+    return header + rows if rows else []
+
+
+def _gain(entry: dict[str, Any]) -> str:
+    return _with_interval(entry["gain_over_dflash"], "+.1%") if "gain_over_dflash" in entry else "–"
+
+
+def _with_interval(figure: dict[str, Any], form: str) -> str:
+    low, high = figure["interval_95"]
+    return f"{figure['value']:{form}} [{low:{form}}, {high:{form}}]"

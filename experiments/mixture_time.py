@@ -1,0 +1,151 @@
+"""`python -m experiments.mixture_time`: which share of decoding's time the mixed draft law takes.
+
+Time is taken inside one run: of the mixture's own calls, and of all that decoding does. Two runs, with it and without,
+differ by more than that share, in their steps and in what else the machine does.
+
+On a CPU it is processor time, of all threads together: a call that uses one thread where the rest uses several takes a
+larger share of the clock's time than is said here, so give `--threads 1`. Reading the prompt is part of decoding.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from hf_dflow.bench.options import (
+    BundledOption,
+    DrafterOption,
+    HumanEvalOption,
+    JsonOption,
+    PromptFilesOption,
+    ShareGptOption,
+    TargetOption,
+    ThreadsOption,
+    write_json,
+)
+from hf_dflow.bench.report import bootstrap_interval, run_conditions
+from hf_dflow.bench.runners import Contestant, Mode, Pair, decode, load_pair, use_threads
+from hf_dflow.bench.tiny import given_or_tiny
+from hf_dflow.bench.workloads import Prompt, chosen_prompts, tasks_in_turn
+from hf_dflow.errors import DFlowError
+from hf_dflow.generation.drafting import DraftBlock
+from hf_dflow.generation.feedback import VerifierFeedback
+from hf_dflow.generation.mixture import StaleMixture
+from hf_dflow.generation.verification import Verification
+from hf_dflow.hub.commands import errors_in_words
+
+
+@dataclass
+class Clock:
+    """Seconds of one run; shared by the copy of a processor that its row works on."""
+
+    mixture: float = 0.0  # of its calls
+    steps: int = 0
+
+    def __deepcopy__(self, memo: dict) -> "Clock":
+        return self
+
+
+class ClockedMixture(StaleMixture):
+    """A mixture that takes its own time."""
+
+    def __init__(self, clock: Clock, device: torch.device, coefficients: list[float] | None):
+        super().__init__(coefficients=coefficients)
+        self.clock, self.device = clock, device
+
+    def _timed(self, call: Callable[..., Any], *given: Any) -> Any:
+        started = _seconds(self.device)
+        result = call(*given)
+        self.clock.mixture += _seconds(self.device) - started
+        return result
+
+    def adjust_draft_logits(self, draft_logits: torch.Tensor, feedback: VerifierFeedback | None) -> torch.Tensor:
+        return self._timed(super().adjust_draft_logits, draft_logits, feedback)
+
+    def observe(self, draft: DraftBlock, verification: Verification) -> None:
+        self._timed(super().observe, draft, verification)
+        self.clock.steps += draft.token_ids.shape[1] > 0
+
+
+def _seconds(device: torch.device) -> float:
+    """Processor time on a CPU, which other work on the machine does not lengthen; else the clock's, behind all that
+    was launched."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def measure(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Console | None = None) -> dict[str, Any]:
+    """The mixture's share of the time of greedy decoding, pooled over the prompts.
+
+    Returns:
+        `dict`: `share`, with its 95% bootstrap interval over prompts; `milliseconds_per_step` of the `mixture` and of
+        `all`; how many `prompts` and `steps` with drafts there were; whose `weights` were used.
+
+    Raises:
+        DFlowError: No step drafted anything.
+    """
+    coefficients = (pair.drafter.config.fitted_decisions or {}).get("mixture")
+    rows = []
+    for number, prompt in track(list(enumerate(prompts)), "prompts", console=console, disable=console is None):
+        clock = Clock()
+        mixture = ClockedMixture(clock, pair.target.device, coefficients)
+        clocked = Contestant(
+            "clocked", pair.drafter, options={"stale_mixture": False, "acceptance_processors": [mixture]}
+        )
+        encoded, started = pair.encode(prompt.text), _seconds(pair.target.device)
+        decode(pair.target, encoded, clocked, Mode(), max_new_tokens, number)
+        rows.append((clock.mixture, _seconds(pair.target.device) - started, clock.steps))
+    taken = np.array(rows).T
+    mixture, total, steps = taken.sum(axis=1)
+    if not steps:
+        raise DFlowError("no step drafted anything, so there is nothing to time; give more prompts or tokens")
+    interval = bootstrap_interval(taken.shape[1], lambda chosen: taken[0, chosen].sum() / taken[1, chosen].sum())
+    return {
+        "weights": "online" if coefficients is None else "learned",
+        "prompts": len(prompts),
+        "steps": int(steps),
+        "milliseconds_per_step": {"mixture": 1e3 * mixture / steps, "all": 1e3 * total / steps},
+        "share": {"value": mixture / total, "interval_95": interval},
+    }
+
+
+def main(
+    drafter: DrafterOption = None,
+    target: TargetOption = None,
+    json_path: JsonOption = None,
+    bundled: BundledOption = False,
+    prompts: PromptFilesOption = None,
+    human_eval: HumanEvalOption = 0,
+    sharegpt: ShareGptOption = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
+    threads: ThreadsOption = None,
+) -> None:
+    """Decode greedily with a mixture that takes its own time."""
+    workload = tasks_in_turn(
+        chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
+    )
+    target, drafter, _ = given_or_tiny(False, target, drafter)
+    use_threads(threads)
+    pair, console = load_pair(target, drafter), Console()
+    record = measure(pair, workload, max_new_tokens, console)
+    low, high = record["share"]["interval_95"]
+    taken = record["milliseconds_per_step"]
+    console.print(
+        f"the mixture ({record['weights']} weights) takes {record['share']['value']:.2%} [{low:.2%}, {high:.2%}] of "
+        f"decoding: {taken['mixture']:.2f} of {taken['all']:.1f} ms a step",
+        highlight=False,
+    )
+    record["conditions"] = run_conditions(**pair.describe(), max_new_tokens=max_new_tokens, dtype="float32")
+    write_json(json_path, record)
+
+
+if __name__ == "__main__":
+    typer.run(errors_in_words()(main))

@@ -1,0 +1,245 @@
+"""Caches of rows that advance at their own pace: the only file that crops, compacts or indexes them."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache
+
+from hf_dflow.generation import _compat
+from hf_dflow.model.drafter import DFlowDrafter
+
+MAX_HOLES = 0.25  # share of a target cache's columns that no row needs
+
+
+class DraftCache:
+    """Keys and values of the context features for each draft layer, in buffers that double when full.
+
+    Each row's context is packed to the left. A block's own keys and values are written behind the longest row's
+    context, attended to, and overwritten by whatever comes next: nothing is concatenated, nothing is cropped.
+
+    Args:
+        drafter (`DFlowDrafter`): Whose layers.
+        batch_size (`int`, *optional*, defaults to 1): B, rows.
+    """
+
+    def __init__(self, drafter: DFlowDrafter, batch_size: int = 1):
+        self._drafter = drafter
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # per layer [B, KV, capacity, D]
+        self.lengths = [0] * batch_size  # context rows held
+        self._next_positions = [0] * batch_size
+        config = drafter.config
+        self._reaches = [config.window_reach if kind == "sliding_attention" else None for kind in config.layer_types]
+
+    @staticmethod
+    def _grown(end: int) -> int:
+        return max(64, 2 * end)
+
+    @classmethod
+    def capacity_for(cls, prompt: int, tokens: int, block_size: int) -> int:
+        """Columns that are allocated for each row by the time that it holds `tokens`, the first `prompt` put in at
+        once; at most."""
+        columns = cls._grown(prompt)
+        while columns < tokens + block_size:
+            columns = cls._grown(columns + block_size)
+        return columns
+
+    @property
+    def width(self) -> int:
+        """Columns in use: the longest row's."""
+        return max(self.lengths)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows hold equally much."""
+        return min(self.lengths) == self.width
+
+    def append_context(self, features: torch.Tensor, first_positions: list[int], counts: list[int]) -> None:
+        """Project tapped target states and keep their keys and values.
+
+        Args:
+            features (`torch.Tensor` of shape `(B, T, taps * target_hidden_size)`): Row b counts as far as `counts[b]`.
+            first_positions (`list[int]`): Absolute position of each row's first state.
+            counts (`list[int]`): How many states each row gets, at most T.
+
+        Raises:
+            ValueError: A position does not follow what is held; a gap would shift every later distance.
+        """
+        if not max(counts):
+            return
+        rows = zip(self.lengths, first_positions, self._next_positions, counts, strict=True)
+        for length, given, expected, count in rows:
+            if length and count and given != expected:
+                raise ValueError(f"context features start at {given}, expected {expected}")
+        context = self._drafter.project_context(features)
+        positions = torch.tensor(first_positions, device=context.device)[:, None]
+        positions = positions + torch.arange(context.shape[1], device=context.device)
+        for layer_idx, (keys, values) in enumerate(self._drafter.context_key_values(context, positions)):
+            self._reserve(layer_idx, keys, values)
+            for held, new in zip(self._buffers[layer_idx], (keys, values), strict=True):
+                self._put(held, new)
+        for row, count in enumerate(counts):
+            if count:
+                self.lengths[row] += count
+                self._next_positions[row] = first_positions[row] + count
+
+    def extend(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of context and block for one layer; a sliding layer gets only what its window reaches."""
+        self._reserve(layer_idx, keys, values)
+        start, end = self._first_column(layer_idx), self.width + keys.shape[2]
+        held_keys, held_values = self._buffers[layer_idx]
+        held_keys[:, :, self.width : end] = keys
+        held_values[:, :, self.width : end] = values
+        return held_keys[:, :, start:end], held_values[:, :, start:end]
+
+    def mask(self, layer_idx: int, block_size: int, device: torch.device) -> torch.Tensor | None:
+        """Which of the columns that `extend` returned each block row may look at.
+
+        Returns a bool tensor `[B or 1, 1, block_size, columns]`, or `None` where everything is visible.
+        """
+        start = self._first_column(layer_idx)
+        if self.is_even:
+            return self._drafter.attention_mask(layer_idx, block_size, self.width - start + block_size, device)
+        queries = torch.arange(block_size, device=device)[:, None]  # [L, 1]
+        columns = torch.arange(start, self.width, device=device)
+        lengths = torch.tensor(self.lengths, device=device)[:, None, None]
+        to_context = lengths + queries - columns  # [B, L, context columns]
+        to_block = (queries - queries.T).expand(len(self.lengths), -1, -1)  # [B, L, L]
+        visible = self._drafter.visible(layer_idx, torch.cat([to_context, to_block], dim=-1), queries)
+        visible[..., : len(columns)] &= columns < lengths
+        return visible[:, None]
+
+    def select(self, rows: torch.Tensor, kept: list[int]) -> None:
+        """Keep only the rows `kept`, given as a tensor too."""
+        rows = rows.to(self._buffers[0][0].device) if self._buffers else rows  # the target's may be another
+        self._buffers = [(keys[rows], values[rows]) for keys, values in self._buffers]
+        self.lengths = [self.lengths[row] for row in kept]
+        self._next_positions = [self._next_positions[row] for row in kept]
+
+    def _first_column(self, layer_idx: int) -> int:
+        reach = self._reaches[layer_idx]
+        return 0 if reach is None else max(0, min(self.lengths) - reach)
+
+    def _reserve(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make room for `keys` and `values` behind every row."""
+        end = self.width + keys.shape[2]
+        if not self._buffers:
+            self._buffers = [(keys[:, :, :0], values[:, :, :0])] * len(self._reaches)
+        held_keys, held_values = self._buffers[layer_idx]
+        if held_keys.shape[2] < end:
+            # Zeros: a hidden column's weight is 0, and 0 times an uninitialised NaN would be NaN.
+            grown = [new.new_zeros(*new.shape[:2], self._grown(end), new.shape[3]) for new in (keys, values)]
+            for new, old in zip(grown, (held_keys, held_values), strict=True):
+                new[:, :, : self.width] = old[:, :, : self.width]
+            self._buffers[layer_idx] = (grown[0], grown[1])
+
+    def _put(self, held: torch.Tensor, new: torch.Tensor) -> None:
+        """Write `new` `[B, KV, T, D]` behind each row's context. What a row does not count is overwritten later."""
+        if self.is_even:
+            held[:, :, self.width : self.width + new.shape[2]] = new
+            return
+        columns = torch.tensor(self.lengths, device=new.device)[:, None] + torch.arange(new.shape[2], device=new.device)
+        held.scatter_(2, columns[:, None, :, None].expand_as(new), new)
+
+
+@dataclass
+class TargetColumns:
+    """Which token of which row each column of the target's cache holds. Rows are padded, and have holes.
+
+    After a step all rows keep as many columns as the row that accepted most; what a row rejected stays as a hole, which
+    the attention mask hides. `compact` takes the holes out once they pass `MAX_HOLES`, so that a row never costs more
+    than the longest row's tokens / (1 - MAX_HOLES), and a block.
+    """
+
+    tokens: torch.Tensor  # [B, columns] index of the token in its row's sequence, prompt padding counted; -1 in holes
+
+    @classmethod
+    def of_prompt(cls, mask: torch.Tensor) -> "TargetColumns":
+        """Columns after the prefill, from the prompts' attention mask `[B, T]`; padding counts as holes."""
+        return cls(torch.where(mask.bool(), torch.arange(mask.shape[1], device=mask.device), -1))
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    def attention_mask(self) -> torch.Tensor:
+        """`[B, columns + 1]`: what is cached, and the anchor, which comes next."""
+        return with_ones(self.tokens >= 0, 1)
+
+    def append(self, lengths: list[int], counts: list[int]) -> None:
+        """Add `max(counts)` columns: row b's next `counts[b]` tokens, then holes.
+
+        Args:
+            lengths (`list[int]`): Tokens cached of each row so far, its prompt's padding counted.
+            counts (`list[int]`): Tokens that each row keeps of this step.
+        """
+        device = self.tokens.device
+        offsets = torch.arange(max(counts), device=device)
+        first, kept = torch.tensor([lengths, counts], device=device)[..., None]
+        self.tokens = torch.cat([self.tokens, torch.where(offsets < kept, first + offsets, -1)], dim=1)
+
+    def compact(self, cache: Cache, longest: int, backend: str) -> None:
+        """Squeeze the holes out of `cache`, where they are too many for a longest row of `longest` tokens."""
+        if self.width - longest <= MAX_HOLES * self.width:
+            return
+        is_kept = self.tokens >= 0
+        _compat.compact_columns(cache, is_kept, longest, backend)
+        self.tokens = pack(self.tokens, is_kept)[:, :longest]
+
+    def select(self, rows: torch.Tensor) -> None:
+        self.tokens = self.tokens[rows]
+
+    def spread(self, attention: torch.Tensor, row: int, offset: int, length: int) -> torch.Tensor:
+        """One row's attention over columns, in the order of its tokens; 0 for padding.
+
+        Args:
+            attention (`torch.Tensor` of shape `(1, heads, 1, columns + rows of the block)`): Of block row `offset`.
+            row (`int`): Of the batch.
+            offset (`int`): Index of the block row; what comes behind it is not seen.
+            length (`int`): Tokens cached of this row, padding counted.
+
+        Returns:
+            `torch.Tensor` of shape `(1, heads, 1, length + offset + 1)`.
+        """
+        total = length + offset + 1
+        block = torch.arange(length, total, device=self.tokens.device)
+        place = torch.cat([self.tokens[row], block]).to(attention.device)
+        place = torch.where(place < 0, total, place).expand_as(attention[..., : len(place)])
+        tokens = attention.new_zeros(*attention.shape[:-1], total + 1)
+        return tokens.scatter(-1, place, attention[..., : place.shape[-1]])[..., :total]
+
+
+def with_ones(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """`mask` `[B, T]` as integers, with `count` ones behind it."""
+    return torch.nn.functional.pad(mask.long(), (0, count), value=1)
+
+
+def pack(rows: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
+    """Move the kept entries of each row to the front, in their order.
+
+    Args:
+        rows (`torch.Tensor` of shape `(B, T, ...)`): What to move.
+        is_kept (`torch.BoolTensor` of shape `(B, T)`): Which.
+    """
+    order = (~is_kept).long().argsort(dim=1, stable=True)
+    return rows[torch.arange(rows.shape[0], device=rows.device)[:, None], order]
+
+
+def shift_left(
+    rows: torch.Tensor, shift: torch.Tensor, lengths: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move row `shift[b] + i` of each batch entry to index `i`.
+
+    Args:
+        rows (`torch.Tensor` of shape `(B, T, ...)`): What to move.
+        shift (`torch.LongTensor` of shape `(B,)`): By how much.
+        lengths (`torch.LongTensor` of shape `(B,)`, *optional*, defaults to T): How many rows each entry has.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: The moved rows, same shape, and `(B, T)` which of them exist.
+    """
+    source = shift[:, None] + torch.arange(rows.shape[1], device=rows.device)
+    if lengths is None:
+        exists, index = source < rows.shape[1], source.clamp(max=rows.shape[1] - 1)
+    else:
+        exists, index = source < lengths[:, None], source.clamp(max=lengths[:, None] - 1).clamp(min=0)
+    return rows[torch.arange(rows.shape[0], device=rows.device)[:, None], index], exists

@@ -1,0 +1,350 @@
+"""AcceptanceMonitor: watches acceptance by route while serving, and stops drafting where it does not pay.
+
+A *route* is whatever the caller tells apart: a kind of task, a tenant, a prompt template. Each has a rolling window of
+its last steps. Drafting pays as long as tokens per step are above break-even, the time of a step with drafts over that
+of one without; both are measured as the route is served, or given. Below it the route decodes plainly and tries a few
+blocks after a pause that doubles with each trial in vain.
+
+Whether a step drafts is decided before it, from steps that are over. So greedy text stays what it is, and a sampled one
+keeps its law, though not its tokens for the same seed.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from hf_dflow.errors import DFlowError
+from hf_dflow.generation.policy.monitor_report import (
+    DRAFTING,
+    LOW,
+    PLAIN,
+    PROBING,
+    RECOVERED,
+    RouteEvent,
+    RouteFigures,
+    in_words,
+    prometheus_text,
+)
+from hf_dflow.generation.policy.pausing import DraftPolicy
+from hf_dflow.generation.statistics import AcceptanceStatistics
+
+logger = logging.getLogger(__name__)
+
+FEWEST_TIMES = 4  # of a kind of step, before its median is believed
+KEPT_TIMES = 64  # the last of each kind: both grow with the context, so old ones mislead
+CALIBRATION_AFTER = 8  # steps with drafts, behind which the first steps without are measured
+REMEASURE_EVERY = 64  # steps with drafts for one without, which keeps the time of the latter up to date
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Measured seconds of a step's parts, for a monitor that shall not measure them itself.
+
+    Args:
+        draft (`float`): One drafter forward.
+        verify (`float`): One target forward over a block.
+        plain (`float`): One target forward over a single token.
+
+    Raises:
+        DFlowError: One of them is no time.
+    """
+
+    draft: float
+    verify: float
+    plain: float
+
+    def __post_init__(self):
+        if not (0 <= self.draft < float("inf") and 0 < self.verify < float("inf") and 0 < self.plain < float("inf")):
+            raise DFlowError(f"{self}: give seconds, draft from 0, verify and plain above 0")
+
+    @property
+    def break_even(self) -> float:
+        """Tokens per step from which drafting pays."""
+        return (self.draft + self.verify) / self.plain
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """When a route stops drafting, and when it tries again. Steps of a batch count once, whatever its rows.
+
+    Args:
+        window (`int`): Drafted steps of single sequences that are judged together.
+        fewest_steps (`int`): So many must be in the window before it is judged.
+        probe_steps (`int`): Steps with drafts of one trial.
+        first_pause, longest_pause (`int`): Steps without drafts before a trial: at first, and at most.
+
+    Raises:
+        DFlowError: A number is below 1, or the two of a pair are the wrong way round.
+    """
+
+    window: int = 64
+    fewest_steps: int = 32
+    probe_steps: int = 8
+    first_pause: int = 32
+    longest_pause: int = 256
+
+    def __post_init__(self):
+        numbers = (self.window, self.fewest_steps, self.probe_steps, self.first_pause, self.longest_pause)
+        if any(type(number) is not int or number < 1 for number in numbers):
+            raise DFlowError(f"{self}: give whole numbers from 1")
+        if self.fewest_steps > self.window or self.first_pause > self.longest_pause:
+            raise DFlowError(f"{self}: fewest_steps may not pass window, nor first_pause longest_pause")
+
+    @property
+    def steps_until_back(self) -> int:
+        """At most so many steps after its drafter turned good, a route drafts again: one trial may be lost to the bad
+        drafter's last block, the longest pause follows, and the next trial decides."""
+        return self.longest_pause + 2 * self.probe_steps
+
+    def largest_waste(self, steps: int) -> int:
+        """At most so many of `steps` steps draft in vain, when a drafter of no use at all gets them from the start."""
+        first = max(self.fewest_steps, CALIBRATION_AFTER + 1)
+        trials, pause, passed = 0, self.first_pause, first
+        while passed + pause < steps:
+            trials, passed = trials + 1, passed + pause + self.probe_steps
+            pause = min(2 * pause, self.longest_pause)
+        return first + trials * self.probe_steps
+
+
+@dataclass
+class _Totals:
+    drafted: int = 0
+    accepted: int = 0
+    spec_steps: int = 0
+    plain_steps: int = 0
+    switches: int = 0
+
+
+class MonitoredRoute:
+    """One route of an [`AcceptanceMonitor`], made by its `route`. Goes into `DFlowGenerationConfig(monitor=…)`.
+
+    The loop asks `drafts_now` and reports with `end_step`; a loop of another kind can do the same. May be shared by
+    threads.
+    """
+
+    def __init__(self, monitor: "AcceptanceMonitor", name: str):
+        self.monitor, self.name = monitor, name
+        self._lock = threading.Lock()
+        self._state, self._is_low = DRAFTING, False
+        self._window: deque[tuple[int, int]] = deque(maxlen=monitor.settings.window)  # (drafted, accepted)
+        self._spec_seconds: deque[float] = deque(maxlen=KEPT_TIMES)
+        self._plain_seconds: deque[float] = deque(maxlen=KEPT_TIMES)
+        self._pause_left, self._next_pause = 0, monitor.settings.first_pause
+        self._tried = 0  # steps of this trial
+        self._since_plain = 0  # steps with drafts since the last one without
+        self._totals = _Totals()
+
+    def __deepcopy__(self, memo) -> "MonitoredRoute":
+        """`generate` copies its configuration; the route must remain the one that is watched."""
+        return self
+
+    @property
+    def drafts_now(self) -> bool:
+        """Whether the next step is to draft."""
+        with self._lock:
+            return self._state != PLAIN and not self._wants_plain_time()
+
+    @property
+    def break_even(self) -> float | None:
+        """Tokens per step from which drafting pays; `None` while it is not known."""
+        if self.monitor.times is not None:
+            return self.monitor.times.break_even
+        if min(len(self._spec_seconds), len(self._plain_seconds)) < FEWEST_TIMES:
+            return None
+        return median(self._spec_seconds) / median(self._plain_seconds)
+
+    def end_step(self, drafted: Sequence[int], accepted: Sequence[int], seconds: float | None = None) -> None:
+        """Report a step.
+
+        Args:
+            drafted, accepted (`list[int]`): Of each sequence of the batch; 0 where it did not draft.
+            seconds (`float`, *optional*): What the step took. Needed unless the monitor was given its times.
+
+        Raises:
+            DFlowError: Neither is there, so that nothing could ever be judged.
+        """
+        if seconds is None and self.monitor.times is None:
+            raise DFlowError("end_step without seconds; give them, or the monitor its times=StepTimes(…)")
+        events: list[RouteEvent] = []
+        with self._lock:
+            pairs = [(tried, kept) for tried, kept in zip(drafted, accepted, strict=True) if tried]
+            if seconds is not None:
+                (self._spec_seconds if pairs else self._plain_seconds).append(seconds)
+            if pairs:
+                self._note(pairs)
+                self._check_threshold(events)  # before a switch empties the window
+                self._judge(events)
+            else:
+                self._totals.plain_steps += 1
+                self._rest(events)
+        self.monitor.tell(events)
+
+    def figures(self) -> RouteFigures:
+        """The route now."""
+        with self._lock:
+            return self._figures()
+
+    # -- all below is called with the lock held
+
+    def _note(self, pairs: list[tuple[int, int]]) -> None:
+        self._window.extend(pairs)
+        self._totals.spec_steps += len(pairs)
+        self._totals.drafted += sum(tried for tried, _ in pairs)
+        self._totals.accepted += sum(kept for _, kept in pairs)
+        self._since_plain += 1
+        self._tried += 1
+
+    def _judge(self, events: list[RouteEvent]) -> None:
+        settings, break_even = self.monitor.settings, self.break_even
+        if self._state == PROBING:
+            enough = self._tried >= settings.probe_steps
+        else:
+            enough = len(self._window) >= settings.fewest_steps
+        if break_even is None or not enough:
+            return
+        pays = self._statistics().tokens_per_step >= break_even
+        if not pays:
+            self._totals.switches += self._state == DRAFTING
+            self._pause_left, self._next_pause = self._next_pause, min(2 * self._next_pause, settings.longest_pause)
+            self._enter(PLAIN, events)
+            self._window.clear()
+        elif self._state == PROBING:
+            self._enter(DRAFTING, events)
+        elif len(self._window) == settings.window:  # only a full one shows that a trial was no luck
+            self._next_pause = settings.first_pause
+
+    def _rest(self, events: list[RouteEvent]) -> None:
+        if len(self._plain_seconds) >= FEWEST_TIMES:
+            self._since_plain = 0
+        if self._state == PLAIN:
+            self._pause_left -= 1
+            if self._pause_left <= 0:
+                self._tried = 0
+                self._enter(PROBING, events)
+
+    def _wants_plain_time(self) -> bool:
+        if self.monitor.times is not None or self._state == PROBING:
+            return False
+        is_first = len(self._plain_seconds) < FEWEST_TIMES
+        return self._since_plain >= (CALIBRATION_AFTER if is_first else REMEASURE_EVERY)
+
+    def _check_threshold(self, events: list[RouteEvent]) -> None:
+        threshold = self.monitor.threshold_of(self.name)
+        if threshold is None or len(self._window) < self.monitor.settings.fewest_steps:
+            return
+        is_low = self._statistics().draft_acceptance_rate < threshold
+        if is_low != self._is_low:
+            events.append(RouteEvent(LOW if is_low else RECOVERED, self._figures()))
+        self._is_low = is_low
+
+    def _enter(self, state: str, events: list[RouteEvent]) -> None:
+        events.append(RouteEvent(state, self._figures()))
+        self._state = state
+
+    def _statistics(self) -> AcceptanceStatistics:
+        return AcceptanceStatistics(
+            per_step_accepted=[kept for _, kept in self._window], per_step_drafted=[tried for tried, _ in self._window]
+        )
+
+    def _figures(self) -> RouteFigures:
+        window, totals = self._statistics(), self._totals
+        return RouteFigures(
+            route=self.name,
+            state=self._state,
+            draft_acceptance_rate=window.draft_acceptance_rate if self._window else None,
+            tokens_per_step=window.tokens_per_step if self._window else None,
+            break_even=self.break_even,
+            num_draft_tokens=totals.drafted,
+            num_accepted_draft_tokens=totals.accepted,
+            num_spec_steps=totals.spec_steps,
+            num_plain_steps=totals.plain_steps,
+            num_switches=totals.switches,
+            low_acceptance=self.monitor.threshold_of(self.name),
+        )
+
+
+class RoutePolicy(DraftPolicy):
+    """The policy of a watched call's row: the route decides, for all rows alike, in place of the row's own back-off."""
+
+    def __init__(self, route: MonitoredRoute):
+        super().__init__()
+        self.route = route
+
+    def may_draft(self) -> bool:
+        return not self.is_off and self.route.drafts_now
+
+    def learn(self, accepted: int) -> bool:
+        return False
+
+
+@dataclass
+class AcceptanceMonitor:
+    """Watches acceptance by route; see the module.
+
+    Args:
+        settings (`MonitorSettings`, *optional*): Window, trials and pauses.
+        times (`StepTimes`, *optional*): Measured before, in place of measuring while serving. Without them one step in
+            64 does not draft, so that the time of plain steps is known.
+        low_acceptance (`float` or `dict[str, float]`, *optional*): A callback and the log are told when a route's draft
+            acceptance rate falls below it, and when it is back. Of all routes, or by route.
+        on_event (`list[Callable[[RouteEvent], None]]`, *optional*): Told of every change. What they raise is logged and
+            goes no further; they run in the thread that decodes.
+        clock (`Callable[[], float]`, *optional*): Seconds, of which only differences count.
+
+    Raises:
+        DFlowError: A threshold is no rate.
+    """
+
+    settings: MonitorSettings = field(default_factory=MonitorSettings)
+    times: StepTimes | None = None
+    low_acceptance: float | Mapping[str, float] | None = None
+    on_event: Sequence[Callable[[RouteEvent], Any]] = ()
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self):
+        given = self.low_acceptance
+        rates = given.values() if isinstance(given, Mapping) else [given] if given is not None else []
+        for rate in rates:
+            if not 0 <= rate <= 1:
+                raise DFlowError(f"low_acceptance={given}; give draft acceptance rates from 0 to 1")
+        self._routes: dict[str, MonitoredRoute] = {}
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo) -> "AcceptanceMonitor":
+        return self
+
+    def route(self, name: str) -> MonitoredRoute:
+        """The route `name`, made at the first call. Each keeps a window, so names should be few: no user ids."""
+        with self._lock:
+            return self._routes.setdefault(name, MonitoredRoute(self, name))
+
+    def figures(self) -> list[RouteFigures]:
+        """Every route now, by name."""
+        with self._lock:
+            routes = sorted(self._routes.values(), key=lambda one: one.name)
+        return [route.figures() for route in routes]
+
+    def threshold_of(self, route: str) -> float | None:
+        """The acceptance rate below which `route` is reported."""
+        given = self.low_acceptance
+        return given.get(route) if isinstance(given, Mapping) else given
+
+    def tell(self, events: Sequence[RouteEvent]) -> None:
+        """Log events, and hand them to the callbacks."""
+        for event in events:
+            level = logging.WARNING if event.kind in (PLAIN, LOW) else logging.INFO
+            logger.log(level, "%s", in_words(event))
+            for callback in self.on_event:
+                try:
+                    callback(event)
+                except Exception:  # a broken alert must not take decoding down with it
+                    logger.exception("A callback failed on %s of route %r.", event.kind, event.figures.route)
+
+    def prometheus_text(self) -> str:
+        """All routes in Prometheus' text format, version 0.0.4, for the body of a `/metrics` answer."""
+        return prometheus_text(self.figures())

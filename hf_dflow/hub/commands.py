@@ -1,0 +1,129 @@
+"""`hf-dflow drafters`, `export`, `publish`, `card new` and `card check`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.bench.tables import print_table, report_console
+from hf_dflow.errors import DFlowError
+
+
+def drafters(
+    target: Annotated[str | None, typer.Option(help="Only the drafters of this target, by its Hub name.")] = None,
+) -> None:
+    """List the drafters that `for_target` knows; any other is loaded by its own name."""
+    from hf_dflow.hub.names import TABLE, drafter_for, drafters_for
+
+    if target is not None:
+        drafter_for(target)  # says what is near where there is none
+    rows = []
+    for row in TABLE if target is None else drafters_for(target):
+        block, unknown = str(row.block_size or "?"), "see its page"
+        rows.append([row.name, row.target, block, row.format, row.licence or unknown, row.chat_mode or "?"])
+    measures = ("target", "block", "format", "licence", "mode")
+    print_table(report_console(), "published drafters", ("drafter",), measures, rows)
+
+
+def export(
+    drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")],
+    output: Annotated[Path, typer.Argument(help="A folder that is new or empty.")],
+    to: Annotated[str, typer.Option("--to", help="dflash (z-lab) or speculators (vLLM).")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the drafter.")] = None,
+    num_target_layers: Annotated[int | None, typer.Option(min=1, help="Where the drafter does not say.")] = None,
+) -> None:
+    """Write a drafter as other servers read it, and print what to pass to them."""
+    from hf_dflow import DFlowDrafter
+    from hf_dflow.checkpoints.export import export_drafter
+
+    model = DFlowDrafter.from_pretrained(drafter, revision=revision or "main")
+    for line in export_drafter(model, output, to, num_target_layers):
+        typer.echo(line)
+    parts = {"relay": model.relay, "causal correction": model.causal_correction}
+    aside = [name for name, part in parts.items() if part is not None]
+    if aside:
+        typer.echo(
+            f"Kept aside: {' and '.join(aside)}. These servers draft without; DFlowDrafter.from_pretrained finds it."
+        )
+
+
+def publish(
+    drafter: Annotated[Path, typer.Argument(help="Folder of a drafter, its README.md the finished model card.")],
+    repository: Annotated[str, typer.Argument(help="owner/name on the Hub; made where it does not exist.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be uploaded, and send nothing.")] = False,
+    card: Annotated[Path | None, typer.Option(help="The model card, if it is another file.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; main by default.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+) -> None:
+    """Check a drafter and its card, and upload them; log in with `hf auth login` first."""
+    from hf_dflow import DFlowDrafter
+    from hf_dflow.hub.publishing import publish as upload
+
+    text = _read_card(card or drafter)
+    files, commit = upload(
+        DFlowDrafter.from_pretrained(drafter),
+        repository,
+        text,
+        private=private or None,
+        revision=revision,
+        message=message,
+        dry_run=dry_run,
+    )
+    for one in files:
+        typer.echo(f"{one.size:>14,} {one.path}")
+    if dry_run:
+        typer.echo(f"Nothing was sent. These {len(files)} files would go to {repository}.")
+    else:
+        typer.echo(f"Published: {commit.commit_url}")
+
+
+card = typer.Typer(help="Model cards of drafters.", no_args_is_help=True)
+
+
+@card.command("check")
+def card_check(path: Annotated[Path, typer.Argument(help="A card, or a folder with its README.md.")]) -> None:
+    """Say what a model card lacks; exit code 1 if anything."""
+    from hf_dflow.hub.cards import check_card
+
+    with errors_in_words():
+        problems = check_card(_read_card(path))
+    for problem in problems:
+        typer.echo(f"{path}: {problem}")
+    if problems:
+        raise typer.Exit(1)
+    typer.echo(f"{path}: complete")
+
+
+@card.command("new")
+def card_new(
+    drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")],
+    repository: Annotated[str | None, typer.Option(help="Where it will be published.")] = None,
+    licence: Annotated[str | None, typer.Option("--license", help="E.g. apache-2.0.")] = None,
+) -> None:
+    """Print a card for a drafter, with marks where only its maker knows what to write."""
+    from hf_dflow import DFlowDrafter
+    from hf_dflow.hub.cards import make_card
+
+    with errors_in_words():
+        typer.echo(make_card(DFlowDrafter.from_pretrained(drafter), repository, licence))
+
+
+def _read_card(path: Path) -> str:
+    file = path / "README.md" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not there; `hf-dflow card new DRAFTER > README.md` makes one to finish.")
+    return file.read_text(encoding="utf-8")
+
+
+@contextmanager
+def errors_in_words() -> Iterator[None]:
+    """A problem that the user can mend ends with its message and exit code 2, not with a traceback."""
+    try:
+        yield
+    except (DFlowError, OSError, ValueError) as error:  # transformers: what it cannot find, what it cannot read
+        typer.echo(f"hf-dflow: {error}", err=True)
+        raise typer.Exit(2) from error

@@ -1,0 +1,332 @@
+"""Configuration of a block-diffusion drafter with verifier relay."""
+
+import math
+import warnings
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_dflow.errors import DrafterConfigError
+from hf_dflow.model.fitted import fault_of
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+INPUT_EMBEDDINGS = ("raw", "target", "own")
+OUTPUT_HEADS = ("target", "own")
+FORMAT_VERSION = 1
+# Far above what any drafter or tokenizer has; what the file claims beyond is damage, or an attempt to exhaust memory.
+LONGEST_BLOCK, LARGEST_VOCABULARY = 1024, 2**24
+GIVEN: Any = None  # no default; `check` refuses a drafter without it
+
+
+class DFlowDrafterConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`DFlowDrafter`]. Keys without a sensible default (`block_size`, `mask_token_id`,
+    `target_layer_ids`, `rope_parameters`, sizes) have none: [`~DFlowDrafterConfig.check`] names what is missing.
+
+    Args:
+        vocab_size (`int`, *optional*):
+            Rows of the target's vocabulary that the drafter may propose; `None`: all. Needed where anything of that
+            height is the drafter's own.
+        hidden_size (`int`): Width of the draft layers; equals the target's unless the drafter owns embedding and head.
+        target_hidden_size (`int`, *optional*, defaults to `hidden_size`): Width of one tapped target state.
+        intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`):
+            As in Qwen3. `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to the even split.
+        rope_parameters (`dict`): Rotary parameters, e.g. `{"rope_type": "default", "rope_theta": 1e6}`.
+        layer_types (`list[str]`): One of `"full_attention"`, `"sliding_attention"` for each draft layer.
+        sliding_window (`int`, *optional*): Window of the sliding layers, in tokens.
+        sliding_is_causal (`bool`, *optional*, defaults to `False`):
+            Whether a sliding layer hides later positions of the block from earlier ones (z-lab's v1 format does).
+        full_is_causal (`bool`, *optional*, defaults to `False`): The same for full layers.
+        window_is_inclusive (`bool`, *optional*, defaults to `True`):
+            `|q - k| <= sliding_window` (transformers' native drafters) or `< sliding_window` (z-lab).
+        window_from_anchor (`bool`, *optional*, defaults to `False`):
+            Every row of a block sees the context that its anchor sees, and the whole block whatever the window
+            (vLLM's speculators).
+        block_size (`int`): Rows of a full block: the anchor and masked slots.
+        sample_from_anchor (`bool`, *optional*, defaults to `False`):
+            Each row of the block, the anchor's too, predicts the token behind its own position, so that a block
+            drafts `block_size` tokens. Otherwise a masked slot predicts its own position: `block_size - 1` tokens.
+        mask_token_id (`int`): Token whose input embedding fills the masked slots. Never proposed.
+        target_layer_ids (`list[int]`):
+            Tapped target layers; id *l* means `hidden_states[l + 1]` of a forward with `output_hidden_states=True`.
+        num_target_layers (`int`, *optional*): Layers of the target the drafter was made for.
+        target_name, target_revision (`str`, *optional*): That target; a different one gives a warning, not an error.
+        tokenizer_fingerprint (`str`, *optional*): What [`~hf_dflow.tokenizer_fingerprint`] says of its tokenizer.
+        chat_mode (`str`, *optional*):
+            How the target was asked when its answers were collected: "thinking", "non-thinking", "chat" or "raw".
+        input_embedding (`str`, *optional*, defaults to `"raw"`):
+            `"raw"`: rows of the target's embedding matrix, times `input_embedding_scale`. `"target"`: what the target's
+            embedding module returns, its own scaling included. `"own"`: the drafter's matrix.
+        output_head (`str`, *optional*, defaults to `"target"`): Whose LM head turns draft states into logits.
+        draft_vocab_size (`int`, *optional*):
+            Tokens that an own head can say, where those are fewer than `vocab_size`; which, the weights file lists in
+            `draft_token_ids`. All others get a draft probability of zero, and come from the target alone.
+        input_embedding_scale, output_multiplier (`float`, *optional*, defaults to 1.0): Plain factors.
+        final_logit_softcapping (`float`, *optional*): `cap * tanh(logits / cap)` after the multiplier.
+        conv_kernel_size, conv_group_size (`int`, *optional*):
+            DFlash 2: taps and channels of a group of the convolutions around each sublayer; `None`: none.
+        selector_rank, selector_top_k (`int`, *optional*):
+            DFlash 2: rank of the candidate selector and how many candidates it chooses from; `None`: no selector.
+        correction_intermediate_size, correction_top_k (`int`, *optional*):
+            Width of the MLP that corrects a slot by the token drafted before it, and how many candidates of the slot
+            it chooses from ([`~hf_dflow.model.correction.CausalCorrection`]); `None`: slots are drafted independently.
+        use_relay (`bool`, *optional*, defaults to `True`): Whether the model has relay weights.
+        relay_intermediate_size (`int`, *optional*, defaults to `hidden_size`): Width of the relay's MLP.
+        relay_hidden_act (`str`, *optional*, defaults to `"silu"`): Its activation.
+        relay_norm_affine (`bool`, *optional*, defaults to `False`): LayerNorm on relayed states has weights.
+            Width, activation and affinity are choices of this package; the paper does not state them.
+        relay_top_k (`int`, *optional*):
+            So many of the verifier's likeliest tokens at a rejected row enter the relay beside its states
+            ([`~hf_dflow.model.relay.summarise_logits`]); `None`: states alone, as in the paper.
+        generation_defaults (`dict`, *optional*): Fields of [`DFlowGenerationConfig`] recorded with the drafter.
+        fitted_decisions (`dict`, *optional*):
+            What `hf-dflow calibrate` fitted: `mixture`, the coefficients of [`StaleMixture`]'s learned weight;
+            `calibration`, for "greedy" and "sampled" drafts a line through the logit of the drafter's confidence
+            (intercept, slope) for the first, the second and later slots; and `row_precision`, for each of the two how
+            alike texts are (the inverse variance of what a text adds to the intercept).
+    """
+
+    model_type = "dflow_drafter"
+    default_theta = GIVEN  # a guessed rotary base costs acceptance without any error
+
+    vocab_size: Any = None  # int; None: the target's
+    hidden_size: int = GIVEN
+    target_hidden_size: int = GIVEN
+    intermediate_size: int = GIVEN
+    num_hidden_layers: int = GIVEN
+    num_attention_heads: int = GIVEN
+    num_key_value_heads: int = GIVEN
+    head_dim: int = GIVEN
+    hidden_act: str = "silu"
+    max_position_embeddings: int = GIVEN
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    rope_parameters: dict = GIVEN
+    layer_types: list[str] = GIVEN
+    sliding_window: int = GIVEN
+    sliding_is_causal: bool = False
+    full_is_causal: bool = False
+    window_is_inclusive: bool = True
+    window_from_anchor: bool = False
+    block_size: int = GIVEN
+    sample_from_anchor: bool = False
+    mask_token_id: int = GIVEN
+    target_layer_ids: list[int] = GIVEN
+    num_target_layers: int | None = None
+    target_name: str | None = None
+    target_revision: str | None = None
+    tokenizer_fingerprint: str | None = None
+    chat_mode: str | None = None
+    input_embedding: str = "raw"
+    output_head: str = "target"
+    draft_vocab_size: int | None = None
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    correction_intermediate_size: int | None = None
+    correction_top_k: int | None = None
+    use_relay: bool = True
+    relay_intermediate_size: int = GIVEN
+    relay_hidden_act: str = "silu"
+    relay_norm_affine: bool = False
+    relay_top_k: int | None = None
+    generation_defaults: dict | None = None
+    fitted_decisions: dict | None = None
+    format_version: int = FORMAT_VERSION
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size is not None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.relay_intermediate_size is None:
+            self.relay_intermediate_size = self.hidden_size
+        super().__post_init__(**kwargs)
+
+    @property
+    def window_reach(self) -> int:
+        """The largest distance that a query of a sliding layer sees."""
+        return self.sliding_window if self.window_is_inclusive else self.sliding_window - 1
+
+    @property
+    def drafts_per_block(self) -> int:
+        """How many tokens a full block drafts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    def check(self) -> None:
+        """Raise [`DrafterConfigError`] for the first thing that makes a drafter of this configuration impossible."""
+        if self.format_version > FORMAT_VERSION:
+            self._refuse(
+                f"format_version {self.format_version} is newer than this hf_dflow understands "
+                f"(up to {FORMAT_VERSION}); upgrade hf_dflow"
+            )
+        sizes = [
+            "hidden_size",
+            "target_hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "block_size",
+            "relay_intermediate_size",
+        ]
+        for key in (*sizes, "rope_parameters", "layer_types", "mask_token_id", "target_layer_ids"):
+            if getattr(self, key) is None:
+                self._refuse(f"'{key}' is missing and has no safe default; add it")
+        for key in (*sizes, "mask_token_id", *(() if self.vocab_size is None else ("vocab_size",))):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool):
+                self._refuse(f"'{key}' is {value!r}; give a whole number")
+            if value < 1 and key != "mask_token_id":
+                self._refuse(f"'{key}' is {value}; give 1 or more")
+        self._check_rope()
+        if self.hidden_act not in ACT2FN or self.relay_hidden_act not in ACT2FN:
+            self._refuse(
+                f"'hidden_act' is '{self.hidden_act}' and 'relay_hidden_act' '{self.relay_hidden_act}'; allowed are "
+                f"the names that transformers knows: {', '.join(sorted(ACT2FN))}"
+            )
+        if self.relay_top_k is not None and (type(self.relay_top_k) is not int or self.relay_top_k < 1):
+            self._refuse(f"'relay_top_k' is {self.relay_top_k!r}; give a whole number from 1, or none")
+        if self.num_attention_heads % self.num_key_value_heads:
+            self._refuse(
+                f"'num_attention_heads' {self.num_attention_heads} is no multiple of 'num_key_value_heads' "
+                f"{self.num_key_value_heads}; correct one of them"
+            )
+        if self.block_size < 2:
+            self._refuse(
+                f"'block_size' is {self.block_size}; a block is an anchor and at least one draft: use 2 or more"
+            )
+        if self.block_size > min(LONGEST_BLOCK, self.max_position_embeddings):
+            self._refuse(
+                f"'block_size' is {self.block_size}; use at most {min(LONGEST_BLOCK, self.max_position_embeddings)} "
+                f"('max_position_embeddings', and never more than {LONGEST_BLOCK})"
+            )
+        rows = LARGEST_VOCABULARY if self.vocab_size is None else self.vocab_size
+        if rows > LARGEST_VOCABULARY:
+            self._refuse(f"'vocab_size' is {rows}; no tokenizer has more than {LARGEST_VOCABULARY} tokens")
+        if not 0 <= self.mask_token_id < rows:
+            self._refuse(
+                f"'mask_token_id' {self.mask_token_id} has no row in a vocabulary of {rows}; "
+                f"use an id in [0, {rows - 1}]"
+            )
+        eos_ids = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        for name, special_ids in (("eos_token_id", eos_ids), ("pad_token_id", [self.pad_token_id])):
+            if self.mask_token_id in special_ids:
+                warnings.warn(
+                    f"{self._where()}: 'mask_token_id' {self.mask_token_id} equals '{name}'. A mask token is never "
+                    "proposed, so the drafter will not propose that token either; check the file.",
+                    stacklevel=2,
+                )
+        if len(self.layer_types) != self.num_hidden_layers:
+            self._refuse(f"'layer_types' has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
+        for layer_type in self.layer_types:
+            if layer_type not in LAYER_TYPES:
+                self._refuse(f"'layer_types' holds '{layer_type}'; allowed: {', '.join(LAYER_TYPES)}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            self._refuse("'sliding_window' is missing though 'layer_types' has sliding layers; add it")
+        self._check_target_layers()
+        fault = None if self.fitted_decisions is None else fault_of(self.fitted_decisions)
+        if fault:
+            self._refuse(f"'fitted_decisions': {fault}; run hf-dflow calibrate again, or take the field out")
+        self._check_choice("input_embedding", INPUT_EMBEDDINGS)
+        self._check_choice("output_head", OUTPUT_HEADS)
+        self._check_draft_vocabulary()
+        self._check_dflash2()
+        shares_width = self.input_embedding != "own" or self.output_head != "own"
+        if shares_width and self.target_hidden_size != self.hidden_size:
+            self._refuse(
+                f"'hidden_size' {self.hidden_size} differs from 'target_hidden_size' {self.target_hidden_size} while "
+                "the target's embedding or head is shared; set input_embedding and output_head to 'own'"
+            )
+
+    def _check_target_layers(self) -> None:
+        ids = self.target_layer_ids
+        if not ids or any(not isinstance(i, int) or i < 0 for i in ids) or len(set(ids)) != len(ids):
+            self._refuse(f"'target_layer_ids' is {ids}; give distinct layer numbers, 0 is the first decoder layer")
+        if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
+            self._refuse(f"'target_layer_ids' names layer {max(ids)} of a target with {self.num_target_layers} layers")
+
+    def _check_rope(self) -> None:
+        rope = self.rope_parameters
+        theta = rope.get("rope_theta")
+        if theta is None:
+            self._refuse("'rope_parameters' lacks 'rope_theta' (the rotary base), which has no safe default; add it")
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+            self._refuse(f"'rope_theta' is {theta!r}; give a positive number")
+        kinds = ("default", *ROPE_INIT_FUNCTIONS)
+        if rope.get("rope_type", "default") not in kinds:
+            self._refuse(f"'rope_type' is {rope['rope_type']!r}; allowed: {', '.join(kinds)}")
+
+    def _check_dflash2(self) -> None:
+        for one, other in (
+            ("conv_kernel_size", "conv_group_size"),
+            ("selector_rank", "selector_top_k"),
+            ("correction_intermediate_size", "correction_top_k"),
+        ):
+            given = [getattr(self, one), getattr(self, other)]
+            if given != [None, None] and any(type(value) is not int or value < 1 for value in given):
+                self._refuse(
+                    f"'{one}' is {given[0]!r} and '{other}' {given[1]!r}; give two whole numbers from 1, or none"
+                )
+        if self.conv_kernel_size is not None and self.conv_group_size is not None:
+            if self.hidden_size % self.conv_group_size:
+                self._refuse(
+                    f"'conv_group_size' {self.conv_group_size} does not divide 'hidden_size' {self.hidden_size}; "
+                    "correct one of them"
+                )
+            if self.conv_kernel_size > self.block_size:
+                self._refuse(
+                    f"'conv_kernel_size' {self.conv_kernel_size} is longer than the block; use block_size at most"
+                )
+        if self.selector_rank is not None and self.draft_vocab_size is not None:
+            self._refuse("a candidate selector does not go with 'draft_vocab_size'; leave one of them out")
+        if self.correction_intermediate_size is not None:
+            others = [key for key in ("draft_vocab_size", "selector_rank") if getattr(self, key) is not None]
+            others += ["final_logit_softcapping"] if self.final_logit_softcapping else []
+            if others:
+                self._refuse(f"a causal correction does not go with {', '.join(map(repr, others))}; leave one out")
+
+    def _check_draft_vocabulary(self) -> None:
+        size = self.draft_vocab_size
+        owns = [key for key in ("input_embedding", "output_head") if getattr(self, key) == "own"]
+        owns += [key for key in ("selector_rank",) if getattr(self, key) is not None]
+        if self.vocab_size is None and owns:
+            self._refuse(f"'vocab_size' is missing, which {' and '.join(owns)} need; add it")
+        if size is None:
+            return
+        if self.output_head != "own":
+            self._refuse(
+                f"'draft_vocab_size' is {size} while 'output_head' is '{self.output_head}'; a reduced vocabulary needs "
+                "the drafter's own rows: set output_head to 'own', or leave draft_vocab_size out"
+            )
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= self.vocab_size:
+            self._refuse(
+                f"'draft_vocab_size' is {size!r} for a vocabulary of {self.vocab_size}; give a whole number in "
+                f"[1, {self.vocab_size}], or leave it out"
+            )
+
+    def _check_choice(self, key: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, key) not in allowed:
+            self._refuse(f"'{key}' is '{getattr(self, key)}'; allowed: {', '.join(allowed)}")
+
+    def _refuse(self, what: str) -> None:
+        raise DrafterConfigError(f"{self._where()}: {what}.")
+
+    def _where(self) -> str:
+        return f"{self._name_or_path}/config.json" if self._name_or_path else "DFlowDrafterConfig"
