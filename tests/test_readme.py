@@ -1,36 +1,10 @@
-"""The README's tree and commands are those of the repository."""
+"""The README's commands are those of the repository."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def listed_paths() -> set[str]:
-    tree = README.split("## What is where")[1].split("```")[1]
-    folders: list[tuple[int, str]] = []
-    paths = set()
-    for line in filter(str.strip, tree.splitlines()):
-        indent, name = len(line) - len(line.lstrip()), line.split()[0]
-        folders = [(depth, folder) for depth, folder in folders if depth < indent]
-        path = "".join(folder for _, folder in folders) + name
-        paths.add(path)
-        if name.endswith("/"):
-            folders.append((indent, name))
-    return paths
-
-
-def test_the_tree_names_every_module_and_no_other():
-    """Bug: a reader looks for a file that was renamed, or a new module is nowhere explained."""
-    listed = listed_paths()
-    assert [path for path in listed if not (ROOT / path).exists()] == []
-    modules = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "hf_dflow").rglob("*.py")
-        if path.stat().st_size and path.name != "_version.py"
-    }
-    assert modules - listed == set()
 
 
 def test_no_figure_is_left_open():

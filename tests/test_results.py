@@ -98,7 +98,7 @@ def test_records_say_what_they_depend_on():
 
 
 def endpoint_row(record):
-    """One line of the table in docs/measure-a-server.md."""
+    """One line of the table in docs/serve.md."""
     load, times, drafts = record["all"], record["all"]["latency"], record["acceptance"]
     conditions = record["conditions"]
     cells = [conditions["server"].split(",")[0], str(conditions["concurrency"])]
@@ -114,7 +114,7 @@ def endpoint_row(record):
 
 def test_servers_were_measured_as_printed():
     """Bug: a table of other runs, one without its conditions, or a path of the machine that measured."""
-    text = (ROOT / "docs" / "measure-a-server.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
     records = evaluation("endpoints")
     assert {(one["acceptance"] is None, one["conditions"]["concurrency"]) for one in records} == {
         (is_silent, concurrency) for is_silent in (True, False) for concurrency in (1, 2)
@@ -128,7 +128,7 @@ def test_servers_were_measured_as_printed():
 
 def test_the_classic_baseline_is_printed_as_measured():
     """Bug: a speed or a length of another run, or drafters that change places."""
-    text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "experiments" / "relay.md").read_text(encoding="utf-8")
     found = evaluation("eval-autoregressive")["modes"]["T=0"]["all"]
     for name, label in BASELINES.items():
         one = found["contestants"][name]
@@ -140,7 +140,7 @@ def test_the_classic_baseline_is_printed_as_measured():
 
 def test_the_experiment_prints_the_measured_tables():
     """Bug: new runs are committed and the document still argues from the old ones."""
-    text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "experiments" / "relay.md").read_text(encoding="utf-8")
     corpora = evaluation("lab-airports")["corpora"]
     for name in LAB_CORPORA:
         record = evaluation(f"lab-{name}")["corpora"][f"{name}-b8"]
@@ -161,7 +161,7 @@ def test_the_experiment_prints_the_measured_tables():
 )
 def test_the_targets_loss_is_the_recorded_one(corpus, words):
     """Bug: a loss from memory."""
-    text = " ".join((ROOT / "docs" / "experiment.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs" / "experiments" / "relay.md").read_text(encoding="utf-8").split())
     assert f"{words} {evaluation(f'lab-{corpus}-runs/target')['held_out_loss']:.2f} ([its record]" in text
 
 
@@ -184,7 +184,7 @@ def test_the_gain_curve_is_that_of_the_records():
     record = evaluation("gain-curve")
     for gain in ("gain", "relay_gain"):
         assert [one[gain] for one in record["points"]] == [getattr(point, gain) for point in points]
-    text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "experiments" / "relay.md").read_text(encoding="utf-8")
     assert gain_curve.as_markdown(points) in text
     ours, of_relay = (gain_curve.correlations(points, of) for of in ("gain", "relay_gain"))
     for axis in gain_curve.AXES:
@@ -193,7 +193,7 @@ def test_the_gain_curve_is_that_of_the_records():
 
 def test_what_an_update_costs_is_what_the_runs_took():
     """Bug: the cost of the relay's updates is argued from runs that no log holds."""
-    text = " ".join((ROOT / "docs" / "experiment.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs" / "experiments" / "relay.md").read_text(encoding="utf-8").split())
     for kind in ("dflash", "multi_round", "dflow"):
         lines = (
             (ROOT / "docs" / "results" / "real-pair-runs" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -214,7 +214,7 @@ def decision_rows(group):
 
 def test_what_the_decisions_are_worth_is_measured():
     """Bug: a switch praised for figures that no record holds, or whose greedy text was not the target's."""
-    text = (ROOT / "docs" / "feedback-decisions.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "experiments" / "decisions.md").read_text(encoding="utf-8")
     for name in ("tree", "mixture", "mixture-lab"):
         record = evaluation(f"decisions-{name}")
         assert record["identity"]["identical_to_each_other"] == record["conditions"]["prompts"]
@@ -239,7 +239,7 @@ def test_what_the_decisions_are_worth_is_measured():
 )
 def test_switches_are_printed_as_measured(name):
     """Bug: a switch's cost or speed of another run, or of another drafter."""
-    text = (ROOT / "docs" / "feedback-decisions.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "experiments" / "decisions.md").read_text(encoding="utf-8")
     record = evaluation(name)
     if "T=0" in record["modes"]:
         assert record["identity"]["identical_to_each_other"] == record["conditions"]["prompts"]
@@ -254,7 +254,7 @@ def test_switches_are_printed_as_measured(name):
 
 def test_the_advice_gives_the_tree_what_it_measured():
     """Bug: a page of advice that still argues from the costs of an earlier record."""
-    text = (ROOT / "docs" / "should-i-use-it.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "measure.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith("| tree by costs |"))
     groups = evaluation("decisions-together")["modes"]["T=0"]
     found, costs = groups["all"]["contestants"], groups["modelled_seconds_per_token"]
@@ -280,7 +280,7 @@ def test_the_bundled_drafter_holds_what_was_fitted():
 
 def test_what_the_mixture_costs_is_measured():
     """Bug: an overhead of another run, or of a run without conditions."""
-    text = " ".join((ROOT / "docs" / "feedback-decisions.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs" / "experiments" / "decisions.md").read_text(encoding="utf-8").split())
     for name in ("mixture-time", "mixture-time-lab"):
         record = evaluation(name)
         assert with_interval(record["share"], ".1%") in text
@@ -298,7 +298,7 @@ def length_row(task, seconds, plain):
 
 def test_the_learning_curve_prints_the_measured_figures():
     """Bug: the advice on short blocks argues from figures that no record holds."""
-    text = (ROOT / "docs" / "train-your-own.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     for found in evaluation("eval-curve")["modes"]["T=0"]["all"]["contestants"].values():
         first, second = [*found["acceptance_rate_per_position"], 0][:2]
         assert f"| {with_interval(found['tokens_per_step'], '.2f')} | {first:.1%} | {second:.1%} |" in text
