@@ -10,8 +10,8 @@ from kit import tiny_drafter, tiny_target
 from typer.testing import CliRunner
 
 from hf_dflow import cli
+from hf_dflow.checkpoints.names import BUNDLED
 from hf_dflow.hub.cards import FILL_IN, SECTIONS, check_card, make_card
-from hf_dflow.hub.names import BUNDLED
 
 ROOT = Path(__file__).parent.parent
 CARDS = ROOT / "model_cards"
@@ -82,7 +82,7 @@ def test_the_template_makes_a_card_that_only_its_maker_can_finish():
 def test_the_template_is_the_packages():
     """Bug: two templates that drift apart."""
     template = (CARDS / "_template.md").read_text(encoding="utf-8")
-    assert template == (ROOT / "hf_dflow" / "card_template.md").read_text(encoding="utf-8")
+    assert template == (ROOT / "hf_dflow" / "hub" / "card_template.md").read_text(encoding="utf-8")
     assert all(f"## {title}\n" in template for title in SECTIONS)
 
 

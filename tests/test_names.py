@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from hf_dflow import DFlowDrafter, UnknownDrafterError, cli
 from hf_dflow.checkpoints import FORMATS
+from hf_dflow.checkpoints.names import BUNDLED, TABLE, drafter_for, drafters_for
 from hf_dflow.generation.configuration import CHAT_MODES
-from hf_dflow.hub.names import BUNDLED, TABLE, drafter_for, drafters_for
 
 ROOT = Path(__file__).parent.parent
 NAME = "org/drafter"

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_dflow.checkpoints import format_of, speculators
 from hf_dflow.checkpoints.files import read_config
+from hf_dflow.checkpoints.names import resolve
 from hf_dflow.errors import DFlowError, PairMismatchError
 from hf_dflow.generation.cache import MAX_HOLES, DraftCache
-from hf_dflow.hub.names import resolve
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from hf_dflow.checkpoints.names import check_name
 from hf_dflow.errors import DFlowError
-from hf_dflow.hub.names import check_name
 
 TINY_PAIR = Path(__file__).parent.parent / "drafters" / "tiny-airports-b8"
 TINY_TARGET, TINY_DRAFTER = TINY_PAIR / "target", TINY_PAIR / "drafter"

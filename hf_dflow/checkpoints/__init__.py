@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from hf_dflow.checkpoints import dflash, dflash2, native, own, speculators
 from hf_dflow.checkpoints.files import HUB_OPTIONS, StoredTensor, read_config, read_tensors, stored_tensors
+from hf_dflow.checkpoints.names import resolve
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
-from hf_dflow.hub.names import resolve
 from hf_dflow.model.configuration import DFlowDrafterConfig
 
 FORMATS: dict[str, Any] = {

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from hf_dflow.checkpoints.names import check_name
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
-from hf_dflow.hub.names import check_name
 
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder")
 LONGEST_JSON = 16 * 2**20  # bytes; the index of a thousand shards is far smaller

@@ -16,7 +16,7 @@ def drafters(
     target: Annotated[str | None, typer.Option(help="Only the drafters of this target, by its Hub name.")] = None,
 ) -> None:
     """List the drafters that `for_target` knows; any other is loaded by its own name."""
-    from hf_dflow.hub.names import TABLE, drafter_for, drafters_for
+    from hf_dflow.checkpoints.names import TABLE, drafter_for, drafters_for
 
     if target is not None:
         drafter_for(target)  # says what is near where there is none

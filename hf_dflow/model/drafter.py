@@ -19,10 +19,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from hf_dflow.checkpoints import load_drafter
+from hf_dflow.checkpoints.names import drafter_for
 from hf_dflow.errors import DrafterWeightsError
 from hf_dflow.hub.cards import make_card
 from hf_dflow.hub.custom_generate import write_custom_generate
-from hf_dflow.hub.names import drafter_for
 from hf_dflow.hub.publishing import publish
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.correction import CausalCorrection, CorrectedCandidates, ZeroLinear, head_scores

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from hf_dflow.checkpoints.names import check_name
+
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.errors import DFlowError
-from hf_dflow.hub.names import check_name
 
 
 def data(

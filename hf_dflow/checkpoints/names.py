@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_dflow.errors import UnknownDrafterError
 
-FOLDER = Path(__file__).parent / "drafters"
+FOLDER = Path(__file__).parents[1] / "drafters"
 
 
 @dataclass(frozen=True)
