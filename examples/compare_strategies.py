@@ -7,9 +7,9 @@ import argparse
 
 from hf_dflow.bench import run_view, suite
 from hf_dflow.bench.runners import Mode, load_pair
-from hf_dflow.bench.tables import report_console
 from hf_dflow.bench.tiny import TINY_PROMPTS, given_or_tiny
 from hf_dflow.bench.workloads import DEMO, Prompt, first_of_each_task, read_prompts
+from hf_dflow.console import report_console
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--tiny", action="store_true", help="the package's tiny pair in place of SmolLM2")

@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 
 from hf_dflow import DFlowGenerationConfig
-from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import Pair, load_pair, use_threads
+from hf_dflow.bench.runners import Pair, load_pair
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, read_prompts
+from hf_dflow.console import JsonOption, use_threads
 
 BATCH_SIZE = 8
 MAX_TIME_RATIO = 0.6  # of a batch's seconds over the sum of its rows' alone

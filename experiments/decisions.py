@@ -24,26 +24,22 @@ from hf_dflow.bench.options import (
     BundledOption,
     DrafterOption,
     HumanEvalOption,
-    JsonOption,
     PromptFilesOption,
     RulesOption,
     ShareGptOption,
     TargetOption,
     TemperaturesOption,
-    ThreadsOption,
-    writable,
-    write_json,
 )
 from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import Contestant, Pair, load_pair, use_threads
+from hf_dflow.bench.runners import Contestant, Pair, load_pair
 from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
+from hf_dflow.console import JsonOption, ThreadsOption, errors_in_words, use_threads, writable, write_json
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.configuration import SAMPLING_RULES
 from hf_dflow.generation.mixture import LEARNED
 from hf_dflow.generation.policy.lengths import StepCosts, step_costs
 from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO
-from hf_dflow.hub.commands import errors_in_words
 
 WHAT = ("mixture", "length", "tree", "together", "calibration")
 BUDGETS = (8, 16, 32)

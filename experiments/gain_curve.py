@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from hf_dflow.bench.options import writable
+from hf_dflow.console import writable
 from hf_dflow.errors import DFlowError
 
 AXES = {

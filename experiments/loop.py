@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dflow import DFlowGenerationConfig
-from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import bootstrap_interval, run_conditions
-from hf_dflow.bench.runners import Pair, load_pair, use_threads
+from hf_dflow.bench.runners import Pair, load_pair
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, first_of_each_task, read_prompts
+from hf_dflow.console import JsonOption, use_threads
 
 LOOPS = ("hf_dflow", "transformers")
 AS_TRANSFORMERS = {"use_relay": False, "use_correction": False}  # which has neither

@@ -22,23 +22,20 @@ from hf_dflow.bench.options import (
     BundledOption,
     DrafterOption,
     HumanEvalOption,
-    JsonOption,
     PromptFilesOption,
     ShareGptOption,
     TargetOption,
-    ThreadsOption,
-    write_json,
 )
 from hf_dflow.bench.report import bootstrap_interval, run_conditions
-from hf_dflow.bench.runners import Contestant, Mode, Pair, decode, load_pair, use_threads
+from hf_dflow.bench.runners import Contestant, Mode, Pair, decode, load_pair
 from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.bench.workloads import Prompt, chosen_prompts, tasks_in_turn
+from hf_dflow.console import JsonOption, ThreadsOption, errors_in_words, use_threads, write_json
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.drafting import DraftBlock
 from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.mixture import StaleMixture
 from hf_dflow.generation.verification import Verification
-from hf_dflow.hub.commands import errors_in_words
 
 
 @dataclass

@@ -87,7 +87,7 @@ def main(
         raise DFlowError(f"--kind {kind}: use one of {', '.join(kinds_of(recipe))}")
     parts = {TRUNK: configuration(recipe, TRUNK, trunk_updates), kind: configuration(recipe, kind, updates)}
 
-    from hf_dflow.bench.runners import use_threads
+    from hf_dflow.console import use_threads
     from hf_dflow.training import commands, run
 
     use_threads(threads)

@@ -18,7 +18,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_dflow import DFlowDrafter, DFlowDrafterConfig, DFlowGenerationConfig
 from hf_dflow.bench.report import bootstrap_interval, run_conditions
-from hf_dflow.bench.runners import use_threads
+from hf_dflow.console import use_threads
 
 WAYS = ("dynamic", "static", "static, compiled")
 NEW_TOKENS = 32  # as many steps, for random drafts are wrong; then a useless drafter would begin to pause

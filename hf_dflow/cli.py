@@ -13,20 +13,15 @@ from hf_dflow.bench import commands as bench_commands
 from hf_dflow.bench.options import (
     DrafterOption,
     HumanEvalOption,
-    JsonOption,
     PromptFilesOption,
     ShareGptOption,
     TargetOption,
-    ThreadsOption,
     TinyOption,
-    writable,
-    write_json,
 )
-from hf_dflow.bench.tables import report_console
 from hf_dflow.bench.tiny import given_or_tiny
+from hf_dflow.console import JsonOption, ThreadsOption, errors_in_words, report_console, writable, write_json
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub import commands as hub
-from hf_dflow.hub.commands import errors_in_words
 from hf_dflow.training import commands as training
 
 app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True)
@@ -46,8 +41,9 @@ def demo(
     """Decode with SmolLM2-135M plainly, DFlash-style and with DFlow; exit code 1 if any text differs."""
     with errors_in_words():
         from hf_dflow.bench import demo as bench
-        from hf_dflow.bench.runners import load_pair, use_threads
+        from hf_dflow.bench.runners import load_pair
         from hf_dflow.bench.workloads import DEMO, read_prompts
+        from hf_dflow.console import use_threads
 
         use_threads(threads)
         target, own_drafter, own_prompts = given_or_tiny(tiny, None, drafter)
@@ -79,8 +75,9 @@ def check(
         import torch
 
         from hf_dflow.bench.lossless import FAULT, compare_with_plain
-        from hf_dflow.bench.runners import load_pair, use_threads
+        from hf_dflow.bench.runners import load_pair
         from hf_dflow.bench.workloads import DEMO, read_prompts
+        from hf_dflow.console import use_threads
         from hf_dflow.generation.pair import check_pair
 
         use_threads(threads)
@@ -115,8 +112,9 @@ def probe(
     """Say how much the reuse of rejected rows could win at most, for any DFlash or DFlow drafter, by task."""
     with errors_in_words():
         from hf_dflow.bench import probe as bench
-        from hf_dflow.bench.runners import load_pair, use_threads
+        from hf_dflow.bench.runners import load_pair
         from hf_dflow.bench.workloads import HELD_OUT, read_prompts
+        from hf_dflow.console import use_threads
 
         use_threads(threads)
         target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
@@ -148,8 +146,9 @@ def calibrate(
 
         from hf_dflow.bench import calibrate as bench
         from hf_dflow.bench.report import run_conditions
-        from hf_dflow.bench.runners import load_pair, use_threads
+        from hf_dflow.bench.runners import load_pair
         from hf_dflow.bench.workloads import FITTING, chosen_prompts, read_prompts, tasks_in_turn
+        from hf_dflow.console import use_threads
 
         bench.own_config(drafter)
         if not dry_run:

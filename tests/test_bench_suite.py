@@ -17,10 +17,10 @@ from hf_dflow.bench.evaluation import Answer
 from hf_dflow.bench.latency import Timed, of_answers, summarise
 from hf_dflow.bench.readme_table import BLOCK, as_markdown, render
 from hf_dflow.bench.runners import Contestant, Mode, Run, decode, load_pair
-from hf_dflow.bench.tables import UNBOUNDED
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import Prompt, jsonl_prompts, read_prompts, select
 from hf_dflow.cli import app
+from hf_dflow.console import UNBOUNDED
 from hf_dflow.errors import DFlowError
 from hf_dflow.training.draft_model import new_draft_model
 

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from experiments.decisions import plot_calibration
 from hf_dflow.bench import run_view, suite, sweep
-from hf_dflow.bench.options import writable, writable_folder, write_json
 from hf_dflow.bench.runners import Contestant, Mode, load_pair, usable_device
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
 from hf_dflow.bench.workloads import Prompt, jsonl_prompts, read_prompts
 from hf_dflow.cli import app
+from hf_dflow.console import writable, writable_folder, write_json
 from hf_dflow.errors import DFlowError
 
 PROMPTS = [Prompt("task", "Berlin")]

@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_run(pair, monkeypat
     """Bug: minutes of measuring are lost because the folder of --json does not exist."""
     monkeypatch.setattr("hf_dflow.bench.probe.probe_prompts", lambda *args: pytest.fail("it ran"))
     result = run("probe", "--json", tmp_path / place)
-    assert result.exit_code == 2 and "name a file in a folder that does" in " ".join(
+    assert result.exit_code == 2 and "name a file in an existing folder" in " ".join(
         result.output.replace("│", "").split()
     )
 

@@ -10,7 +10,7 @@ from hf_dflow.bench import eval_drafter
 from hf_dflow.bench.runners import Pair
 from hf_dflow.checkpoints.names import check_name
 from hf_dflow.cli import app
-from hf_dflow.hub.commands import errors_in_words
+from hf_dflow.console import errors_in_words
 
 MISSING = "runs/first/drafter"
 NOT_HERE = f"{MISSING}: there is no such folder, and it is no name on the Hub either"

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from hf_dflow.bench.tables import UNBOUNDED, print_table, report_console
+from hf_dflow.console import UNBOUNDED, print_table, report_console
 
 KEYS, MEASURES = ["task", "strategy"], ["tokens/step [95%]", "accepted", "wasted", "by position", "speed-up [95%]"]
 ROWS = [

@@ -34,8 +34,8 @@ from experiments.lab.target import (
     train_language_model,
 )
 from hf_dflow import DFlowDrafter
-from hf_dflow.bench.options import JsonOption
 from hf_dflow.bench.report import run_conditions
+from hf_dflow.console import JsonOption
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.pair import record_target
 

@@ -14,21 +14,23 @@ from hf_dflow.bench.options import (
     DtypeOption,
     HumanEvalOption,
     JsonLinesOption,
-    JsonOption,
     PerTaskOption,
     PromptFilesOption,
     TargetOption,
     TaskOption,
     TemperaturesOption,
-    ThreadsOption,
     TinyOption,
+)
+from hf_dflow.console import (
+    JsonOption,
+    ThreadsOption,
+    errors_in_words,
+    report_console,
     writable,
     writable_folder,
     write_json,
 )
-from hf_dflow.bench.tables import report_console
 from hf_dflow.errors import DFlowError
-from hf_dflow.hub.commands import errors_in_words
 
 app = typer.Typer(help="Measure before you switch it on.", no_args_is_help=True)
 
@@ -135,9 +137,10 @@ def run(
     from hf_dflow.bench import run_view, suite
     from hf_dflow.bench.eval_drafter import modes_of
     from hf_dflow.bench.evaluation import is_identical
-    from hf_dflow.bench.runners import load_pair, use_threads
+    from hf_dflow.bench.runners import load_pair
     from hf_dflow.bench.tiny import given_or_tiny
     from hf_dflow.bench.workloads import workload
+    from hf_dflow.console import use_threads
     from hf_dflow.training.draft_model import load_draft_model
 
     kind = _dtype(dtype)
@@ -256,9 +259,10 @@ def sweep(
 ) -> None:
     """Find the fastest block size and verification rule for each task and condition, and write them as defaults."""
     from hf_dflow.bench import sweep as bench
-    from hf_dflow.bench.runners import load_pair, use_threads
+    from hf_dflow.bench.runners import load_pair
     from hf_dflow.bench.tiny import given_or_tiny
     from hf_dflow.bench.workloads import workload
+    from hf_dflow.console import use_threads
 
     sizes, lengths, together = (_numbers(given, int) for given in (block_size, output_tokens, concurrency))
     temperatures = _numbers(temperature, float)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hf_dflow.bench.conditions import refuse_unequal
-from hf_dflow.bench.tables import print_table
+from hf_dflow.console import print_table
 from hf_dflow.errors import DFlowError
 
 # What a client decides; target, dtype and machine of an endpoint are its own affair and are told beside the figures.

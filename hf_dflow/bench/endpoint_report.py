@@ -16,8 +16,8 @@ from hf_dflow.bench.endpoint import OK, EndpointSettings, RequestResult, key_fro
 from hf_dflow.bench.latency import Timed, summarise
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Mode
-from hf_dflow.bench.tables import print_table
 from hf_dflow.bench.workloads import Prompt
+from hf_dflow.console import print_table
 
 SPEC_METRIC = re.compile(r"^(vllm:spec_decode_\w+?)(?:_total)?(?P<labels>\{[^}]*\})?\s+(?P<value>[-+.eE\d]+)\s*$")
 POSITION = re.compile(r'position="(\d+)"')

@@ -17,24 +17,28 @@ from hf_dflow.bench.options import (
     BundledOption,
     DrafterOption,
     HumanEvalOption,
-    JsonOption,
     PromptFilesOption,
     RulesOption,
     ShareGptOption,
     TargetOption,
     TemperaturesOption,
-    ThreadsOption,
-    write_json,
 )
 from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair, use_threads
-from hf_dflow.bench.tables import print_table, report_console
+from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
 from hf_dflow.checkpoints.names import check_name
+from hf_dflow.console import (
+    JsonOption,
+    ThreadsOption,
+    errors_in_words,
+    print_table,
+    report_console,
+    use_threads,
+    write_json,
+)
 from hf_dflow.errors import DFlowError, PairMismatchError
 from hf_dflow.generation.configuration import SAMPLING_RULES
 from hf_dflow.generation.pair import check_pair
-from hf_dflow.hub.commands import errors_in_words
 from hf_dflow.training.draft_model import load_draft_model
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from hf_dflow.bench.report import bootstrap_interval, run_conditions
 from hf_dflow.bench.runners import Pair, run_strategy
-from hf_dflow.bench.tables import print_table
 from hf_dflow.bench.workloads import Prompt
+from hf_dflow.console import print_table
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation._compat import capture_features
 from hf_dflow.model.drafter import DFlowDrafter

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_dflow.bench.options import writable
-from hf_dflow.bench.tables import report_console
+from hf_dflow.console import report_console, writable
 from hf_dflow.errors import DFlowError
 
 # What only records of a command hold.

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hf_dflow.bench.evaluation import is_identical
-from hf_dflow.bench.tables import print_table
+from hf_dflow.console import print_table
 from hf_dflow.errors import DFlowError
 
 NONE = "–"

@@ -164,12 +164,6 @@ class Run:
         return self.seconds / tokens if tokens else None
 
 
-def use_threads(threads: int | None) -> None:
-    """Use so many CPU threads, or leave torch's own choice."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
 def quantization_of(model: PreTrainedModel) -> str:
     """What its configuration says of it."""
     config = getattr(model.config, "quantization_config", None)

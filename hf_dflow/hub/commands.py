@@ -1,15 +1,12 @@
 """`hf-dflow drafters`, `export`, `publish`, `card new` and `card check`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 # What needs torch is imported inside the commands: --help must not wait for it.
-from hf_dflow.bench.tables import print_table, report_console
-from hf_dflow.errors import DFlowError
+from hf_dflow.console import errors_in_words, print_table, report_console
 
 
 def drafters(
@@ -117,13 +114,3 @@ def _read_card(path: Path) -> str:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there; `hf-dflow card new DRAFTER > README.md` makes one to finish.")
     return file.read_text(encoding="utf-8")
-
-
-@contextmanager
-def errors_in_words() -> Iterator[None]:
-    """A problem that the user can mend ends with its message and exit code 2, not with a traceback."""
-    try:
-        yield
-    except (DFlowError, OSError, ValueError) as error:  # transformers: what it cannot find, what it cannot read
-        typer.echo(f"hf-dflow: {error}", err=True)
-        raise typer.Exit(2) from error

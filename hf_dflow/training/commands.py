@@ -53,7 +53,7 @@ def data(
 
     from transformers import AutoTokenizer
 
-    from hf_dflow.bench.runners import use_threads
+    from hf_dflow.console import use_threads
     from hf_dflow.training import collect
     from hf_dflow.training.answers import Sampling
     from hf_dflow.training.prompts import read_dataset, read_prompts
@@ -115,7 +115,7 @@ def train(
     for name in (target, *([start_from] if start_from else [])):
         check_name(name)
 
-    from hf_dflow.bench.runners import use_threads
+    from hf_dflow.console import use_threads
     from hf_dflow.training.config import PRESETS, TrainingConfig
 
     if preset not in PRESETS:

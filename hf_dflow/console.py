@@ -1,0 +1,148 @@
+"""What the commands of all rooms share: errors in words, threads, files for results, and tables of any width.
+
+Nothing here imports torch before it is needed: `--help` must not wait for it.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_dflow.errors import DFlowError
+
+UNBOUNDED = 100_000  # columns of a file or a pipe, which has no width of its own
+
+
+@contextmanager
+def errors_in_words() -> Iterator[None]:
+    """End a problem that the user can fix with its message and exit code 2 instead of a traceback."""
+    try:
+        yield
+    except (DFlowError, OSError, ValueError) as error:  # transformers raises the last two for what it cannot load
+        typer.echo(f"hf-dflow: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def use_threads(threads: int | None) -> None:
+    """Set the number of CPU threads; `None` leaves torch's own choice."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
+
+
+def writable(path: Path | None) -> Path | None:
+    """Refuse, before anything is measured, a file that could not be written at the end.
+
+    Raises:
+        typer.BadParameter: It is a folder, lies in one that does not exist, or may not be written.
+    """
+    if path is None:
+        return None
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        reason = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
+        raise typer.BadParameter(f"{path} {reason}; name a file in an existing folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise typer.BadParameter(f"{path} may not be written; name a file that may")
+    return path
+
+
+def writable_folder(path: Path) -> Path:
+    """Refuse, before anything is measured, a folder that could not be created or written to at the end.
+
+    Raises:
+        typer.BadParameter: The nearest existing part of the path is no folder, or may not be written.
+    """
+    nearest = next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "may not be written" if nearest.is_dir() else "is no folder"
+        raise typer.BadParameter(f"{path}: {nearest} {reason}; name another folder")
+    return path
+
+
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", callback=writable, help="Also write all figures and their conditions here.")
+]
+
+
+def write_json(path: Path | None, record: dict[str, Any]) -> None:
+    """Write a command's record to its `--json` file; print it if that fails, so that nothing is lost.
+
+    Raises:
+        DFlowError: It could not be written.
+    """
+    if path is None:
+        return
+    text = json.dumps(record, indent=1)
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        typer.echo(text)
+        raise DFlowError(f"{path} could not be written ({error.strerror}); the record was printed instead") from error
+
+
+def report_console() -> Console:
+    """The console that commands print to; in a file or a pipe, lines are as long as they need to be."""
+    console = Console()
+    return console if console.is_terminal else Console(width=UNBOUNDED)
+
+
+def print_table(
+    console: Console,
+    title: str,
+    keys: Sequence[str],
+    measures: Sequence[str],
+    rows: Sequence[Sequence[str]],
+) -> None:
+    """Print rows whose first cells, the `keys`, name what the other cells measure; no cell is ever cut.
+
+    Where the console is too narrow for all `measures`, they are spread over several tables, each with the keys. Where
+    it is too narrow for the keys and one measure, each row becomes lines of its own.
+
+    Args:
+        rows (`list[list[str]]`): Plain text, one cell for each of keys and measures.
+    """
+    headings = [*keys, *measures]
+    num_keys = len(keys)
+    # A cell has a space on both sides and a frame line; one more line closes the table.
+    widths = [max(map(cell_len, column)) + 3 for column in zip(headings, *rows, strict=True)]
+    room = console.width - 1 - sum(widths[:num_keys])
+    if max(widths[num_keys:]) > room:
+        _print_lines(console, title, headings, rows, num_keys)
+        return
+    parts: list[list[int]] = [[]]
+    for column in range(num_keys, len(headings)):
+        if sum(widths[other] for other in parts[-1]) + widths[column] > room:
+            parts.append([])
+        parts[-1].append(column)
+    for number, columns in enumerate(parts, start=1):
+        part_title = title if len(parts) == 1 else f"{title} ({number} of {len(parts)})"
+        table = Table(title=Text(part_title), title_justify="left", box=box.SIMPLE_HEAD)
+        for column in [*range(num_keys), *columns]:
+            table.add_column(Text(headings[column]), justify="left" if column < num_keys else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(row[column]) for column in [*range(num_keys), *columns]))
+        console.print(table)
+
+
+def _print_lines(
+    console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int
+) -> None:
+    console.print(Text(title, style="italic"))
+    for row in rows:
+        console.print(Text(", ".join(row[:num_keys]), style="bold"))
+        for heading, cell in zip(headings[num_keys:], row[num_keys:], strict=True):
+            console.print(Text(f"  {heading}: {cell}"))
