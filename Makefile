@@ -17,7 +17,7 @@ OLDEST := .venv-oldest
 # An index listed in pip's settings may lack a package; pip calls that a warning, hence twice quiet.
 PIP := -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test test-oldest test-nightly lint bench bench-full bench-loop bench-batch clean
+.PHONY: help setup demo test test-oldest test-nightly test-experiments lint bench bench-full bench-loop bench-batch clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,14 +27,17 @@ setup: $(VENV)/.stamp  ## make .venv with everything that the other targets need
 demo: $(VENV)/.stamp  ## plain, DFlash-style and DFlow decoding of SmolLM2-135M side by side
 	$(VENV)/bin/hf-dflow demo
 
-test: $(VENV)/.stamp  ## all tests, newest supported transformers
+test: $(VENV)/.stamp  ## tests/unit, tests/integration and tests/real on the newest supported transformers
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-test-oldest: $(OLDEST)/.stamp  ## all tests, oldest supported transformers
-	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+test-oldest: $(OLDEST)/.stamp  ## those of seam, loop, caches, loading and training parity, on the oldest transformers
+	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) -m oldest
 
-test-nightly: $(VENV)/.stamp  ## all tests, and ten times as many random batches
-	HF_DFLOW_CASES=2000 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+test-nightly: $(VENV)/.stamp  ## what takes minutes: tests/nightly, and 2,000 random batches
+	HF_DFLOW_CASES=2000 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/nightly tests/integration/test_batch_property.py
+
+test-experiments: $(VENV)/.stamp  ## the tests of experiments/
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) experiments/tests
 
 lint: $(VENV)/.stamp  ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""Offline, one thread, `tests/` importable."""
+"""Every test runs offline and in one thread, can import the modules of this folder, and shares tiny models."""
 
 import os
 import sys
@@ -8,6 +8,39 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no tes
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its own functions are made for one mode as well
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest
 import torch
 
+TESTS = Path(__file__).parent
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """Whatever lies in tests/real carries the marker `real`."""
+    for item in items:
+        if TESTS / "real" in item.path.parents:
+            item.add_marker(pytest.mark.real)
+
+
+@pytest.fixture(scope="session")
+def target():
+    """The tiny Llama that most tests decode. Shared: a test that changes a model builds one with `kit.tiny_target`."""
+    import kit
+
+    return kit.shared_target()
+
+
+@pytest.fixture(scope="session")
+def drafter(target):
+    """A drafter with a random relay for `target`, shared as it is."""
+    import kit
+
+    return kit.shared_drafter()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_models_stay_unchanged():
+    """Shared models end the session with the weights and settings that they began with."""
+    yield
+    if "kit" in sys.modules:
+        sys.modules["kit"].assert_shared_models_unchanged()

@@ -1,6 +1,9 @@
 """Tiny targets of several families, drafters for them, and what the tests ask of both."""
 
+import copy
 import string
+from functools import cache
+from pathlib import Path
 
 import torch
 from scripted_drafters import (  # noqa: F401 - tests take all of the kit from here
@@ -26,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowDrafterConfig
 
+ROOT = Path(__file__).parents[1]  # of the repository
 VOCAB_SIZE = 64
 HIDDEN_SIZE = 32
 MASK_TOKEN_ID = VOCAB_SIZE - 1
@@ -146,6 +150,41 @@ def tiny_drafter(
                 drafter.relay.down_proj.weight.normal_(0.0, WIDE)
                 drafter.relay.down_proj.bias.normal_(0.0, WIDE)
     return drafter.to(dtype or target.dtype).eval().requires_grad_(False)
+
+
+@cache
+def shared_target(family: str = "llama", **overrides) -> PreTrainedModel:
+    """`tiny_target` of these arguments, built once in a process. No test may change it."""
+    return _remember(tiny_target(family, **overrides))
+
+
+@cache
+def shared_drafter(
+    family: str = "llama", block_size: int = 8, relay: str | None = "random", **overrides
+) -> DFlowDrafter:
+    """`tiny_drafter` for the shared target of `family`, built once in a process. No test may change it."""
+    return _remember(tiny_drafter(shared_target(family), block_size, relay, **overrides))
+
+
+_SHARED: list[tuple[PreTrainedModel, dict, tuple]] = []  # models, their weights and their settings when they were built
+
+
+def _remember(model):
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    _SHARED.append((model, weights, _settings(model)))
+    return model
+
+
+def _settings(model) -> tuple:
+    return copy.deepcopy((model.config.to_dict(), model.generation_config.to_dict() if model.can_generate() else None))
+
+
+def assert_shared_models_unchanged() -> None:
+    """No test has changed a shared model's weights, configuration or generation settings."""
+    for model, weights, settings in _SHARED:
+        assert _settings(model) == settings, f"a test changed the settings of a shared {type(model).__name__}"
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, weights[name]), f"a test changed {name} of a shared {type(model).__name__}"
 
 
 def plain_greedy(target, input_ids: torch.Tensor, max_new_tokens: int, **kwargs):

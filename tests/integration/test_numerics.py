@@ -3,11 +3,11 @@
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import kit
 import pytest
 import torch
+from kit import ROOT
 from law import PLAIN, Loop, law_error, three_token_drafter, three_token_target
 from torch import nn
 
@@ -15,7 +15,6 @@ from hf_dflow import DFlowDrafter, DFlowGenerationConfig
 
 EXACT = 1e-9
 RULES = ("token", "block")
-ROOT = Path(__file__).parents[1]
 
 
 def sample(target, drafter, prompt, **options):

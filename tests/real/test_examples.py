@@ -6,17 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from kit import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dflow import DFlowDrafterConfig, tokenizer_fingerprint
 from hf_dflow.bench.runners import load_pair, run_strategy
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, is_available, smollm2_folder
 from hf_dflow.bench.workloads import DEMO, read_prompts
-
-ROOT = Path(__file__).parent.parent
 
 
 def needs_smollm2(test):

@@ -3,12 +3,11 @@
 import copy
 import logging
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from batches import following, generate, new_tokens_of, said, target_of
-from kit import ScriptedDrafter, assert_not_vacuous
+from kit import ROOT, ScriptedDrafter, assert_not_vacuous
 
 from hf_dflow import AcceptanceMonitor, DFlowGenerationConfig, MonitorSettings, StepTimes
 from hf_dflow.errors import DFlowError, UnsupportedGenerationError
@@ -204,7 +203,7 @@ def test_pauses_by_hand():
 def test_the_readme_states_the_defaults():
     """Bug: a promise of so many steps that the settings no longer keep."""
     usual = MonitorSettings()
-    readme = " ".join((Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8").split())
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     pauses = [usual.first_pause * 2**trial for trial in range(4)]
     assert pauses[-1] == usual.longest_pause
     assert f"over its last {usual.window} steps" in readme
