@@ -17,22 +17,13 @@ from experiments.lab.experiment import (
     Lab,
     has_relay,
     measure,
+    prepare_lab,
     probe,
     tokens_per_step,
     train,
-    write_answers,
 )
 from experiments.lab.report import as_markdown, read_results, summarise, summarise_tasks
-from experiments.lab.target import (
-    Clock,
-    TargetRecipe,
-    answer,
-    encode,
-    held_out_loss,
-    new_model,
-    prompts,
-    train_language_model,
-)
+from experiments.lab.target import TargetRecipe, answer, prompts
 from hf_dflow import DFlowDrafter
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.console import JsonOption
@@ -68,29 +59,17 @@ def prepare(
     """Train the target on a corpus, and let it answer."""
     torch.set_num_threads(threads)
     text = _corpus(corpus, answers, tokenizer)
-    own_tokenizer: Any = corpora.make_tokenizer(text, 8192 if text.is_word_level else 4096)
-    recipe = TargetRecipe(updates=updates)
-    if not (folder / "target").exists():
-        torch.manual_seed(recipe.seed)
-        model = new_model(own_tokenizer, recipe.num_layers, recipe.hidden_size)
-        known = text.seen + (text.held_out if text.target_knows_held_out else [])
-        train_language_model(model, encode(known, own_tokenizer), recipe, Clock(f"{corpus} target"))
-        loss = held_out_loss(model, encode(text.held_out[:60], own_tokenizer))
-        record = {"corpus": text.name, "held_out_loss": loss, "updates": updates, **run_conditions()}
-        (folder / "target").mkdir(parents=True, exist_ok=True)
-        (folder / "target.json").write_text(json.dumps(record, indent=1))
-        own_tokenizer.save_pretrained(folder / "target")
-        model.save_pretrained(folder / "target")
-        typer.echo(f"held-out loss {loss:.3f}")
-    target, own_tokenizer = Lab.load_target(folder), AutoTokenizer.from_pretrained(folder / "target")
-    rows = write_answers(
+    rows = prepare_lab(
         folder,
-        target,
-        prompts(text, text.seen, own_tokenizer, num_prompts),
-        prompts(text, text.held_out, own_tokenizer, num_held_out),
+        text,
+        TargetRecipe(updates=updates),
+        num_prompts=num_prompts,
+        num_held_out=num_held_out,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
     )
+    loss = json.loads((folder / "target.json").read_text())["held_out_loss"]
+    typer.echo(f"held-out loss {loss:.3f}")
     typer.echo(f"{len(rows)} rows to learn from, {sum(row.answer_length for row in rows)} tokens")
 
 

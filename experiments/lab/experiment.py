@@ -9,10 +9,21 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from experiments.lab.target import TargetRecipe, answer, new_model, train_language_model
+from experiments.lab.corpora import Corpus, make_tokenizer
+from experiments.lab.target import (
+    Clock,
+    TargetRecipe,
+    answer,
+    encode,
+    held_out_loss,
+    new_model,
+    prompts,
+    train_language_model,
+)
 from experiments.lab.variants import VARIANTS, VariantTrainer
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig
 from hf_dflow.bench.probe import probe_text, summarise
+from hf_dflow.bench.report import run_conditions
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.features import FeatureStore
 from hf_dflow.training.trainer import Stage, Trainer, TrainingConfig
@@ -77,7 +88,9 @@ class Lab:
 
 def write_rows(path: Path, rows: list[TrainingRow]) -> None:
     """Rows as JSON, next to the target that wrote them."""
-    path.write_text(json.dumps([asdict(row) for row in rows]))
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(row) for row in rows]))
+    partial.replace(path)
 
 
 def _read(path: Path) -> list[TrainingRow]:
@@ -89,7 +102,7 @@ def has_relay(kind: str) -> bool:
     return kind in ("dflow", READS_LOGITS, *VARIANTS)
 
 
-def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int) -> TrainingConfig:
+def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int, save_every: int = 10**9) -> TrainingConfig:
     """The recipe as a run of one of `KINDS`; without a relay, only what the relay does is left out."""
     rounds = 0 if kind == "dflash" else recipe.relay_rounds
     stage = Stage(recipe.updates, rounds, recipe.rows_per_update, recipe.anchors_per_row, recipe.learning_rate)
@@ -105,20 +118,25 @@ def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int) -> Tra
         teacher_top_k=8,
         feature_dtype="bfloat16",
         seed=recipe.seed,
-        save_every=10**9,
+        save_every=save_every,
     )
 
 
-def train(lab: Lab, kind: str, recipe: DrafterRecipe) -> tuple[Any, dict[str, Any]]:
-    """Train a drafter of `kind`; returns it with the seconds that it took, its size and each round's last losses."""
+def train(lab: Lab, kind: str, recipe: DrafterRecipe, save_every: int | None = None) -> tuple[Any, dict[str, Any]]:
+    """Train a drafter of `kind`; returns it with the seconds that it took, its size and each round's last losses.
+
+    With `save_every`, the run is saved after so many updates, and resumes from what was saved before.
+    """
     started, record = time.perf_counter(), {}
     folder = lab.folder / "runs" / f"{kind}-{recipe.seed}-{recipe.updates}-{recipe.num_layers}"
     if kind == "autoregressive":
         drafter = _train_autoregressive(lab, recipe)
     else:
-        config = training_config(kind, recipe, lab.tokenizer.mask_token_id)
+        config = training_config(kind, recipe, lab.tokenizer.mask_token_id, save_every or 10**9)
         given = (config, lab.target, lab.rows, lab.features(recipe), folder)
         trainer = VariantTrainer(*given, variant=VARIANTS[kind]) if kind in VARIANTS else Trainer(*given)
+        if save_every is not None:
+            trainer.resume()
         trainer.run()
         drafter = trainer.drafter.eval()
         record["last_losses"] = last_losses(folder / "log.jsonl")
@@ -200,6 +218,45 @@ def tokens_per_step(counts: dict[str, list[int]]) -> float:
 def probe(lab: Lab, drafter: DFlowDrafter, rows: list[TrainingRow]) -> dict[str, Any]:
     """`hf_dflow.bench.probe` on the held-out texts."""
     return summarise(probe_text(drafter, lab.target, row.token_ids, row.prompt_length) for row in rows)
+
+
+def prepare_lab(
+    folder: Path,
+    corpus: Corpus,
+    recipe: TargetRecipe,
+    *,
+    num_prompts: int,
+    num_held_out: int,
+    max_new_tokens: int,
+    temperature: float,
+) -> list[TrainingRow]:
+    """Train the target on a corpus where `folder` has none, and write its answers; returns the rows to learn from."""
+    tokenizer: Any = make_tokenizer(corpus, 8192 if corpus.is_word_level else 4096)
+    if not (folder / "target.json").exists():  # written last
+        torch.manual_seed(recipe.seed)
+        model = new_model(tokenizer, recipe.num_layers, recipe.hidden_size)
+        known = corpus.seen + (corpus.held_out if corpus.target_knows_held_out else [])
+        train_language_model(model, encode(known, tokenizer), recipe, Clock(f"{corpus.name} target"))
+        loss = held_out_loss(model, encode(corpus.held_out[:60], tokenizer))
+        record = {
+            "corpus": corpus.name,
+            "held_out_loss": loss,
+            "updates": recipe.updates,
+            "seed": recipe.seed,
+            **run_conditions(),
+        }
+        tokenizer.save_pretrained(folder / "target")
+        model.save_pretrained(folder / "target")
+        (folder / "target.json").write_text(json.dumps(record, indent=1))
+    target, tokenizer = Lab.load_target(folder), AutoTokenizer.from_pretrained(folder / "target")
+    return write_answers(
+        folder,
+        target,
+        prompts(corpus, corpus.seen, tokenizer, num_prompts),
+        prompts(corpus, corpus.held_out, tokenizer, num_held_out),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+    )
 
 
 def write_answers(
