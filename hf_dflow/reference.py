@@ -3,7 +3,6 @@
 For readers, and for tests of the fast loop: the same uniforms give the same tokens and the same accepted lengths.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,6 @@ class _Relay:
     """What one step leaves for the next: rows of rejected drafts, and the two tokens that condition them."""
 
     slot_features: dict[int, torch.Tensor]  # slot -> [taps * target_hidden_size]
-    slot_logits: dict[int, torch.Tensor]  # slot -> [vocab]
     bonus_id: int
     rejected_id: int
 
@@ -97,7 +95,6 @@ def reference_generate(
             rejected = range(accepted + 1, num_drafts + 1)
             relay = _Relay(
                 {j - accepted: features[anchor_row + j] for j in rejected},
-                {j - accepted: logits[anchor_row + j] for j in rejected},
                 bonus,
                 drafts[accepted],
             )
@@ -123,13 +120,9 @@ def draft_block(target: Any, drafter: DFlowDrafter, tokens: list[int], relay: _R
     if relay is not None:
         pair = drafter.embed(torch.tensor([[relay.bonus_id], [relay.rejected_id]]), embedding)
         for slot, row in relay.slot_features.items():
-            summary = None
-            if config.relay_top_k is not None:
-                summary = _summary(drafter, embedding, relay.slot_logits[slot])[None, None]
             # A slot is numbered by the draft it makes: where the anchor's row drafts too, one row further up.
-            block[slot - 1 + drafter.first_drafting_row] += drafter.relay(
-                drafter.project_context(row[None, None]), *pair, summary
-            )[0, 0]
+            addition = drafter.relay(drafter.project_context(row[None, None]), *pair)[0, 0]
+            block[slot - 1 + drafter.first_drafting_row] += addition
 
     num_context, length = len(context), len(tokens) - 1 + config.block_size
     hidden = block
@@ -155,21 +148,6 @@ def draft_block(target: Any, drafter: DFlowDrafter, tokens: list[int], relay: _R
         mlp_in, mlp_out = _kernels(layer.mlp_conv, normed)
         hidden = hidden + _convolved(layer.mlp(_convolved(normed, mlp_in)), mlp_out)
     return drafter.norm(hidden)[drafter.first_drafting_row :]
-
-
-def _summary(drafter: DFlowDrafter, embedding: Any, logits: torch.Tensor) -> torch.Tensor:
-    """`[H + 1]` of one rejected row's logits `[vocab]`: the likeliest tokens' expected embedding, and an entropy."""
-    probs = logits.float().softmax(-1)
-    best = probs.argsort(descending=True)[: drafter.config.relay_top_k].tolist()
-    expected = torch.zeros(drafter.config.hidden_size, dtype=drafter.dtype)
-    entropy, rest = 0.0, 1.0
-    for token in best:
-        probability = float(probs[token])
-        expected += probability * drafter.embed(torch.tensor(token), embedding)
-        entropy -= probability * math.log(probability) if probability > 0 else 0.0
-        rest -= probability
-    entropy -= rest * math.log(rest) if rest > 0 else 0.0
-    return torch.cat([expected, expected.new_tensor([entropy / math.log(len(best) + 1)])])
 
 
 def _kernels(convolution, states: torch.Tensor):

@@ -25,7 +25,6 @@ CLOSE = 1e-3 if DEVICE == "cuda" else 2e-5  # of a loss; on the CPU, sums may be
 KINDS = {
     "dflow": {},
     "correction": {"correction_intermediate_size": 8},
-    "relay that reads logits": {"relay_top_k": 4},
     "reduced vocabulary": {"draft_vocab_size": 20},
     "bfloat16": {"precision": "bfloat16"},
 }

@@ -29,9 +29,7 @@ from hf_dflow.training.features import FeatureStore
 from hf_dflow.training.trainer import Stage, Trainer, TrainingConfig
 
 KINDS = ("dflash", "multi_round", "dflow", "autoregressive")
-READS_LOGITS = "dflow_logits"  # a variant: the relay also reads what the verifier's distribution was
-RELAY_TOP_K = 16
-ALL_KINDS = (*KINDS, READS_LOGITS, *VARIANTS)
+ALL_KINDS = (*KINDS, *VARIANTS)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def _read(path: Path) -> list[TrainingRow]:
 
 def has_relay(kind: str) -> bool:
     """Whether drafters of `kind` are trained with a relay."""
-    return kind in ("dflow", READS_LOGITS, *VARIANTS)
+    return kind in ("dflow", *VARIANTS)
 
 
 def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int, save_every: int = 10**9) -> TrainingConfig:
@@ -113,7 +111,6 @@ def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int, save_e
         target_layer_ids=list(recipe.target_layer_ids),
         stages=[stage],
         use_relay=has_relay(kind),
-        relay_top_k=RELAY_TOP_K if kind == READS_LOGITS else None,
         distillation=recipe.distillation,
         teacher_top_k=8,
         feature_dtype="bfloat16",

@@ -12,7 +12,8 @@ from hf_dflow.bench.report import bootstrap_interval
 
 BASELINE = "dflash"
 OFF = ", relay off"
-# What the relay adds; what training with it does to the drafter without it; what reading the logits adds.
+# What the relay adds; what training with it does to the drafter without it; what a relay added that also read the
+# verifier's logits (runs of version 0.1, whose `relay_top_k` was removed since).
 PAIRS = [("dflow", "multi_round"), (f"dflow{OFF}", "multi_round"), ("dflow_logits", "dflow")]
 # And both again for relays that are trained otherwise.
 PAIRS += [pair for kind in VARIANTS for pair in ((kind, "dflow"), (f"{kind}{OFF}", "multi_round"))]

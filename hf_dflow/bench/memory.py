@@ -134,8 +134,6 @@ def make_plan(target: PreTrainedConfig, drafter: DFlowDrafterConfig, load: Load)
     logits = vocab * ((narrow + copies) * (drafts + 1) + copies * drafts)
     states = hidden * size * (text.num_hidden_layers + 1 + taps)  # of a token; tapped ones once more, side by side
     relayed = drafts * size * taps * hidden if drafter.use_relay else 0
-    if drafter.use_relay and drafter.relay_top_k is not None:
-        relayed += drafts * (size + 2 * wide) * vocab  # rejected rows' logits and their logarithms; the drafter's
     head_dim, heads = drafter.head_dim, _shared(drafter.num_key_value_heads, load.draft_tensor_parallel_size)
     columns = DraftCache.capacity_for(load.prompt, load.max_model_len, block)
     return MemoryPlan(

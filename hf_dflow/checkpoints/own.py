@@ -7,7 +7,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_dflow.errors import DrafterConfigError
-from hf_dflow.model.configuration import DFlowDrafterConfig
+from hf_dflow.model.configuration import REMOVED, DFlowDrafterConfig
 
 DESCRIPTION = f"'model_type': '{DFlowDrafterConfig.model_type}' (this package)"
 DTYPES = (None, "float64", "float32", "bfloat16", "float16")
@@ -28,7 +28,7 @@ def convert_config(raw: Mapping[str, Any], path: str, stored: Mapping[str, Any],
     """
     if "vocab_size" not in {**raw, **overrides}:  # null is an answer, the target's; no key at all is none
         raise DrafterConfigError(f"{path}/config.json: 'vocab_size' is missing and has no safe default; add it.")
-    fields = {key: raw[key] for key in DFlowDrafterConfig.__annotations__ if key in raw}
+    fields = {key: raw[key] for key in (*DFlowDrafterConfig.__annotations__, REMOVED) if key in raw}
     return make_config(path, {**fields, "dtype": raw.get("dtype", raw.get("torch_dtype"))}, overrides)
 
 

@@ -356,7 +356,7 @@ class _Call:
         verification: Verification,
         emissions: list[Emission],
     ) -> None:
-        needs_logits = bool(self.options.all_processors) or self.session.reads_logits
+        needs_logits = bool(self.options.all_processors)
         is_read = any(not (row.policy.is_off or row.is_finished) for row in state.rows)
         wanted = (self.session.use_relay or needs_logits) and is_read
         accepted = [emission.accepted for emission in emissions]

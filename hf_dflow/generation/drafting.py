@@ -84,7 +84,6 @@ class DraftSession:
         self.drafter, self.embedding, self.head = drafter, embedding, head
         self.vocab_size, self.device = vocab_size, device
         self.use_relay, self.use_correction = use_relay, use_correction
-        self.reads_logits = use_relay and drafter.config.relay_top_k is not None  # of rejected rows
         self.cache = DraftCache(drafter, batch_size)
         config = drafter.config
         self.first_row = drafter.first_drafting_row
@@ -181,11 +180,8 @@ class DraftSession:
         it: masked slot i + 1, or, where the anchor's row drafts too, row i.
         """
         drafter = self.drafter
-        summary = None
-        if drafter.config.relay_top_k is not None and feedback.target_logits is not None:
-            summary = drafter.summarise(feedback.target_logits, self.embedding)
         additions = drafter.relay_additions(
-            feedback.features, feedback.bonus_ids, feedback.rejected_ids, self.embedding, summary
+            feedback.features, feedback.bonus_ids, feedback.rejected_ids, self.embedding
         )
         additions = torch.where(feedback.is_fed.to(additions.device)[..., None], additions, 0.0)
         return nn.functional.pad(additions, (0, 0, 0, drafter.config.drafts_per_block - additions.shape[1]))

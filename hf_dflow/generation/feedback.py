@@ -33,7 +33,7 @@ class VerifierFeedback:
     rejected_ids: torch.Tensor  # [B] the first rejected draft; meaningless where nothing is fed
     accepted_length: torch.Tensor  # [B]
     accepted: list[int] = field(default_factory=list)  # the same on the host, which knows it without another wait
-    logits: StepLogits | None = None  # only for who reads them: acceptance processors, and a relay with `relay_top_k`
+    logits: StepLogits | None = None  # only for who reads them: acceptance processors
     lengths: list[int] = field(default_factory=list)  # drafts of each row in that step, at most N; empty for N each
 
     @cached_property

@@ -18,6 +18,7 @@ FORMAT_VERSION = 1
 # Far above what any drafter or tokenizer has; what the file claims beyond is damage, or an attempt to exhaust memory.
 LONGEST_BLOCK, LARGEST_VOCABULARY = 1024, 2**24
 GIVEN: Any = None  # no default; `check` refuses a drafter without it
+REMOVED = "relay_top_k"  # a field of earlier versions, whose relays could read the verifier's logits too
 
 
 class DFlowDrafterConfig(PreTrainedConfig):
@@ -77,9 +78,6 @@ class DFlowDrafterConfig(PreTrainedConfig):
         relay_hidden_act (`str`, *optional*, defaults to `"silu"`): Its activation.
         relay_norm_affine (`bool`, *optional*, defaults to `False`): LayerNorm on relayed states has weights.
             Width, activation and affinity are choices of this package; the paper does not state them.
-        relay_top_k (`int`, *optional*):
-            So many of the verifier's likeliest tokens at a rejected row enter the relay beside its states
-            ([`~hf_dflow.model.relay.summarise_logits`]); `None`: states alone, as in the paper.
         generation_defaults (`dict`, *optional*): Fields of [`DFlowGenerationConfig`] recorded with the drafter.
         fitted_decisions (`dict`, *optional*):
             What `hf-dflow calibrate` fitted: `mixture`, the coefficients of [`StaleMixture`]'s learned weight;
@@ -137,7 +135,6 @@ class DFlowDrafterConfig(PreTrainedConfig):
     relay_intermediate_size: int = GIVEN
     relay_hidden_act: str = "silu"
     relay_norm_affine: bool = False
-    relay_top_k: int | None = None
     generation_defaults: dict | None = None
     fitted_decisions: dict | None = None
     format_version: int = FORMAT_VERSION
@@ -155,6 +152,8 @@ class DFlowDrafterConfig(PreTrainedConfig):
             self.target_hidden_size = self.hidden_size
         if self.relay_intermediate_size is None:
             self.relay_intermediate_size = self.hidden_size
+        if kwargs.get(REMOVED) is None:  # files of earlier versions hold it as null
+            kwargs.pop(REMOVED, None)
         super().__post_init__(**kwargs)
 
     @property
@@ -173,6 +172,11 @@ class DFlowDrafterConfig(PreTrainedConfig):
             self._refuse(
                 f"format_version {self.format_version} is newer than this hf_dflow understands "
                 f"(up to {FORMAT_VERSION}); upgrade hf_dflow"
+            )
+        if hasattr(self, REMOVED):
+            self._refuse(
+                f"'{REMOVED}' is {getattr(self, REMOVED)!r}: relays that read the verifier's logits were removed; take "
+                "the field out and train the drafter again"
             )
         sizes = [
             "hidden_size",
@@ -201,8 +205,6 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 f"'hidden_act' is '{self.hidden_act}' and 'relay_hidden_act' '{self.relay_hidden_act}'; allowed are "
                 f"the names that transformers knows: {', '.join(sorted(ACT2FN))}"
             )
-        if self.relay_top_k is not None and (type(self.relay_top_k) is not int or self.relay_top_k < 1):
-            self._refuse(f"'relay_top_k' is {self.relay_top_k!r}; give a whole number from 1, or none")
         if self.num_attention_heads % self.num_key_value_heads:
             self._refuse(
                 f"'num_attention_heads' {self.num_attention_heads} is no multiple of 'num_key_value_heads' "

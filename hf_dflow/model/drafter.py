@@ -26,7 +26,7 @@ from hf_dflow.hub.custom_generate import write_custom_generate
 from hf_dflow.hub.publishing import publish
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.correction import CausalCorrection, CorrectedCandidates, ZeroLinear, head_scores
-from hf_dflow.model.relay import DFlowRelay, summarise_logits
+from hf_dflow.model.relay import DFlowRelay
 from hf_dflow.model.selector import BlockConvolution, Candidates, CandidateSelector
 
 # (layer index, keys [B, KV, L, D], values [B, KV, L, D]) of the block -> the same for all that the block may attend to,
@@ -262,17 +262,9 @@ class DFlowDrafter(PreTrainedModel):
             features (`torch.Tensor` of shape `(B, S, taps * target_hidden_size)`): Tapped target states of the rows.
             bonus_ids, rejected_ids (`torch.LongTensor` of shape `(B,)`): The next anchor and the first rejected draft.
             target_embedding (`nn.Module`): The target's.
-            summary (`torch.Tensor` of shape `(B, S, H + 1)`, *optional*): Of [`summarise`], for a relay that reads it.
         """
         bonus, rejected = (self.embed(token_ids, target_embedding) for token_ids in (bonus_ids, rejected_ids))
-        return self.relay(self.project_context(features), bonus, rejected, summary)
-
-    def summarise(self, target_logits: torch.Tensor, target_embedding: Any) -> torch.Tensor | None:
-        """The target's logits `[..., V]` as its relay reads them, `[..., H + 1]`; `None` where it reads none."""
-        top_k = self.config.relay_top_k
-        if top_k is None or self.relay is None:
-            return None
-        return summarise_logits(target_logits, top_k, lambda token_ids: self.embed(token_ids, target_embedding))
+        return self.relay(self.project_context(features), bonus, rejected)
 
     def context_key_values(self, context: torch.Tensor, position_ids: torch.Tensor):
         """Keys and values `[B, KV, T, D]` of each layer for context states `[B, T, H]` at `position_ids` `[B, T]`."""

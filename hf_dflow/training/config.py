@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dflow.errors import DFlowError
+from hf_dflow.model.configuration import REMOVED
 
 PRECISIONS = ("float32", "bfloat16")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -64,8 +65,6 @@ class TrainingConfig:
         teacher_top_k (`int`, *optional*, defaults to 32): Tokens kept of that distribution.
         use_relay (`bool`, *optional*, defaults to `True`): `False`: rounds without verifier states, no relay weights.
         relay_intermediate_size (`int`, *optional*): Width of the relay's MLP; by default the drafter's own.
-        relay_top_k (`int`, *optional*): So many of the verifier's likeliest tokens enter the relay beside its states;
-            `None`: none, or the drafter's own.
         correction_intermediate_size (`int`, *optional*): Width of a causal correction, by which each slot hears of the
             draft before it; `None`: none, or the drafter's own.
         correction_top_k (`int`, *optional*): Candidates of a slot that it chooses from; 16.
@@ -105,7 +104,6 @@ class TrainingConfig:
     teacher_top_k: int = 32
     use_relay: bool = True
     relay_intermediate_size: int | None = None
-    relay_top_k: int | None = None
     correction_intermediate_size: int | None = None
     correction_top_k: int | None = None
     base_share: float = 0.25
@@ -153,6 +151,12 @@ class TrainingConfig:
         """The configuration that `to_dict` gave, or a person wrote; see [`from_json`]."""
         if not isinstance(record, dict):
             raise TrainingConfigError(f"{where}: expected a JSON object, found {type(record).__name__}")
+        if record.get(REMOVED) is not None:
+            raise TrainingConfigError(
+                f'{where}: "{REMOVED}" is {record[REMOVED]!r}: relays that read the verifier\'s logits were removed; '
+                "leave the key out"
+            )
+        record = {key: value for key, value in record.items() if key != REMOVED}
         _refuse_unknown(cls, record, where)
         stages = record.get("stages", [])
         if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
@@ -221,7 +225,7 @@ class TrainingConfig:
         require(holds, "loss_decay", f"a number from {LEAST_DECAY}")
         require(_is_number(self.distillation, 0.0, 1.0), "distillation", "a number in 0 … 1")
         require(_is_number(self.max_grad_norm, above=0.0), "max_grad_norm", "a number above 0")
-        for key in ("relay_intermediate_size", "relay_top_k", "correction_intermediate_size", "correction_top_k"):
+        for key in ("relay_intermediate_size", "correction_intermediate_size", "correction_top_k"):
             require(getattr(self, key) is None or _is_int(getattr(self, key), 1), key, "a whole number from 1, or null")
         require(_is_number(self.base_share, 0.0, 1.0), "base_share", "a number in 0 … 1")
         corrects = self.correction_intermediate_size is not None
@@ -239,7 +243,6 @@ class TrainingConfig:
         for key in ("target_dtype", "feature_dtype", "save_dtype"):
             require(getattr(self, key) in DTYPES, key, f"one of {', '.join(map(json.dumps, DTYPES))}")
         require(self.initialise_from_target in (None, True, False), "initialise_from_target", "true, false or null")
-        require(self.relay_top_k is None or self.use_relay, "relay_top_k", "null without a relay")
         require(self.train_only != "relay" or self.use_relay, "use_relay", 'true with "train_only": "relay"')
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from hf_dflow.model.drafter import DFlowDrafter
-from hf_dflow.training.loss import slots_per_chunk
 from hf_dflow.training.masks import PackedMask, flex_fits
 from hf_dflow.training.packing import IGNORED, Anchors, BlockLayout, Sequences, context_places
 from hf_dflow.training.proposals import greedy_proposals, proposal_features
@@ -21,7 +20,6 @@ class Relayed:
     is_fed: torch.Tensor  # [A, N]
     bonus_ids: torch.Tensor  # [A]
     rejected_ids: torch.Tensor  # [A]
-    summary: torch.Tensor | None = None  # [A, N, H + 1] of its logits, for a relay that reads them
 
 
 @dataclass
@@ -136,7 +134,6 @@ def relay_additions(drafter: DFlowDrafter, target: Any, relayed: Relayed) -> tor
         relayed.bonus_ids,
         relayed.rejected_ids,
         target.get_input_embeddings(),
-        relayed.summary,
     )
     return torch.where(relayed.is_fed[..., None], additions, 0.0)
 
@@ -169,29 +166,11 @@ def next_round(
     if not use_relay:
         return following, None
     layer_ids = list(drafter.config.target_layer_ids)
-    if drafter.config.relay_top_k is not None:
-        layer_ids.append(target.config.get_text_config().num_hidden_layers - 1)
     taps = proposal_features(target, sequences, anchors, proposals, layer_ids)  # [A, N + 1, layers * H], row 0 anchor's
     num_drafts = proposals.shape[1]
     source_rows = accepted[:, None] + torch.arange(1, num_drafts + 1, device=proposals.device)
     is_fed = source_rows <= num_drafts  # slot j - a is fed by row j
     gathered = taps.gather(1, source_rows.clamp(max=num_drafts)[..., None].expand(-1, -1, taps.shape[-1]))
     rejected_ids = proposals.gather(1, accepted.clamp(max=num_drafts - 1)[:, None])[:, 0]
-    bonus_ids, summary = sequences.token_ids[anchors.row, position], None
-    if drafter.config.relay_top_k is not None:
-        width = gathered.shape[-1] // len(layer_ids)
-        gathered, last = gathered[..., :-width], gathered[..., -width:]
-        summary = summarise_states(drafter, target, last)
-    return following, Relayed(gathered, is_fed, bonus_ids, rejected_ids, summary)
-
-
-def summarise_states(drafter: DFlowDrafter, target: Any, states: torch.Tensor) -> torch.Tensor:
-    """What the relay reads of the logits of final target states `[A, N, target_hidden_size]`, `[A, N, H + 1]`.
-
-    Logits exist for a chunk of blocks at a time.
-    """
-    head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
-    vocab_size = embedding.weight.shape[0]
-    blocks = max(1, slots_per_chunk(vocab_size, states.device) // states.shape[1])
-    chunks = [drafter.summarise(head(chunk.to(target.dtype)), embedding) for chunk in states.split(blocks)]
-    return torch.cat(chunks)  # type: ignore[arg-type]  # the relay reads them
+    bonus_ids = sequences.token_ids[anchors.row, position]
+    return following, Relayed(gathered, is_fed, bonus_ids, rejected_ids)

@@ -54,7 +54,6 @@ def resolve(
         if has_correction:
             fixed += ["correction_intermediate_size", "correction_top_k"]
         relays = ["relay_intermediate_size"] if drafter.relay is not None else []
-        relays += ["relay_top_k"] if ours.relay_top_k is not None else []
         for key in fixed + relays:
             wanted, has = getattr(training, key), getattr(ours, key)
             if wanted is not None and wanted != has:
@@ -94,12 +93,6 @@ def resolve(
         raise TrainingConfigError(
             f'"mask_token_id" is {filled["mask_token_id"]}; this target has the tokens 0 … {config.vocab_size - 1}'
         )
-    top_k = training.relay_top_k or (drafter.config.relay_top_k if drafter is not None else None)
-    if top_k is not None and not _head_gives_logits(target):
-        raise TrainingConfigError(
-            f"\"relay_top_k\" is {top_k}, for which the target's logits must be its LM head's output; "
-            "this target caps or scales them: leave it out"
-        )
     if training.loss_decay is None:
         nearest = min(DECAY_OF_BLOCK, key=lambda block: abs(block - filled["block_size"]))
         filled["loss_decay"] = DECAY_OF_BLOCK[nearest]
@@ -108,15 +101,6 @@ def resolve(
     resolved = replace(training, **filled)
     resolved.check()
     return resolved
-
-
-@torch.no_grad()
-def _head_gives_logits(target: Any) -> bool:
-    some = min(8, target.get_input_embeddings().weight.shape[0])  # several: a padding token's states may be zero
-    token_ids = torch.arange(some, device=target.device)[None]
-    output = target(token_ids, output_hidden_states=True, use_cache=False)
-    expected = target.get_output_embeddings()(output.hidden_states[-1]).float()
-    return bool((output.logits.float().to(expected.device) - expected).norm() <= 0.01 * expected.norm())
 
 
 def _check_trainable(config: Any) -> None:
@@ -187,7 +171,6 @@ def drafter_config(target: Any, training: TrainingConfig, target_name: str | Non
         draft_vocab_size=training.draft_vocab_size,
         use_relay=training.use_relay,
         relay_intermediate_size=wanted["relay_intermediate_size"],
-        relay_top_k=training.relay_top_k,
         correction_intermediate_size=training.correction_intermediate_size,
         correction_top_k=training.correction_top_k,
         bos_token_id=config.bos_token_id,
@@ -241,7 +224,6 @@ def continued_drafter(drafter: DFlowDrafter, training: TrainingConfig) -> DFlowD
     config.block_size = training.block_size or config.block_size
     config.use_relay = training.use_relay or drafter.relay is not None
     config.relay_intermediate_size = training.relay_intermediate_size or config.relay_intermediate_size
-    config.relay_top_k = training.relay_top_k or config.relay_top_k
     config.correction_intermediate_size = training.correction_intermediate_size  # resolved, as is the next
     config.correction_top_k = training.correction_top_k
     with torch.random.fork_rng(devices=[]):

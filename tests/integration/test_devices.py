@@ -66,7 +66,6 @@ if not STATIC_IS_CROPPABLE:
     del FEATURES["static cache"]
 SPLIT = ("greedy", "everything collected", "static cache", "mixture", "tree", "token verification")
 DRAFTERS = {
-    "relay that reads logits": {"relay_top_k": 4},
     "correction": {"correction_intermediate_size": 16, "correction_top_k": 40},
     "DFlash2": {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 40},
     "own embedding and head": {"input_embedding": "own", "output_head": "own"},
