@@ -1,38 +1,163 @@
-"""`hf-dflow bench …`, `hf-dflow plan` and `hf-dflow cost`: the options, and what is done with them."""
+"""`hf-dflow demo`, `check`, `probe`, `calibrate`, `plan` and `cost`: the options, and what is done with them."""
 
+import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
 # What needs torch is imported inside the commands: --help must not wait for it.
-from hf_dflow.bench import report_commands
 from hf_dflow.bench.options import (
-    DatasetOption,
-    DeviceOption,
     DrafterOption,
-    DtypeOption,
     HumanEvalOption,
-    JsonLinesOption,
-    PerTaskOption,
     PromptFilesOption,
+    ShareGptOption,
     TargetOption,
-    TaskOption,
-    TemperaturesOption,
     TinyOption,
 )
-from hf_dflow.console import (
-    JsonOption,
-    ThreadsOption,
-    errors_in_words,
-    report_console,
-    writable,
-    writable_folder,
-    write_json,
-)
+from hf_dflow.bench.tiny import given_or_tiny
+from hf_dflow.console import JsonOption, ThreadsOption, report_console, use_threads, writable, write_json
 from hf_dflow.errors import DFlowError
 
-app = typer.Typer(help="Measure before you switch it on.", no_args_is_help=True)
+
+def demo(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    drafter: DrafterOption = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help='JSON file of {"task": ["prompt", …]}; three own ones by default.')
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 96,
+    tiny: TinyOption = False,
+    threads: ThreadsOption = None,
+) -> None:
+    """Decode with SmolLM2-135M plainly, DFlash-style and with DFlow; exit code 1 if any text differs."""
+    from hf_dflow.bench import demo as bench
+    from hf_dflow.bench.runners import load_pair
+    from hf_dflow.bench.workloads import DEMO, read_prompts
+
+    use_threads(threads)
+    target, own_drafter, own_prompts = given_or_tiny(tiny, None, drafter)
+    workload = read_prompts(prompts or own_prompts or DEMO)
+    pair = load_pair(target, own_drafter)
+    comparisons = bench.compare(pair, workload, max_new_tokens)
+    record = bench.as_record(comparisons, **pair.describe(), max_new_tokens=max_new_tokens)
+    if as_json:
+        typer.echo(json.dumps(record, indent=2))
+    else:
+        bench.show(comparisons, Console())
+    if not all(row["text_identical"] for row in record["rows"]):
+        raise typer.Exit(1)
+
+
+def check(
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    tiny: TinyOption = False,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Compare greedy text with and without a drafter; exit code 1 on a difference that is no rounding."""
+    import torch
+
+    from hf_dflow.bench.lossless import FAULT, compare_with_plain
+    from hf_dflow.bench.runners import load_pair
+    from hf_dflow.bench.workloads import DEMO, read_prompts
+    from hf_dflow.generation.pair import check_pair
+
+    use_threads(threads)
+    types = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+    if dtype not in types:
+        raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(types)}")
+    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
+    workload = read_prompts(prompts or own_prompts or DEMO)
+    pair = load_pair(target, drafter, types[dtype], thinking=thinking)
+    check_pair(pair.target, pair.drafter, pair.tokenizer, pair.chat_mode)
+    reports = []
+    for prompt in workload:
+        report = compare_with_plain(pair.target, pair.drafter, pair.encode(prompt.text), max_new_tokens)
+        reports.append(report)
+        typer.echo(f"{prompt.task}: {report} ({report.statistics})")
+    if not any(report.statistics and report.statistics.num_accepted_draft_tokens for report in reports):
+        typer.echo("No draft was accepted, so this shows little: is it the drafter of this target?")
+    if any(report.verdict == FAULT for report in reports):
+        raise typer.Exit(1)
+
+
+def probe(
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
+    tiny: TinyOption = False,
+    json_path: JsonOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Say how much the reuse of rejected rows could win at most, for any DFlash or DFlow drafter, by task."""
+    from hf_dflow.bench import probe as bench
+    from hf_dflow.bench.runners import load_pair
+    from hf_dflow.bench.workloads import HELD_OUT, read_prompts
+
+    use_threads(threads)
+    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
+    workload = read_prompts(prompts or own_prompts or HELD_OUT)
+    record = bench.probe_prompts(load_pair(target, drafter), workload, max_new_tokens)
+    bench.show(record, report_console())
+    write_json(json_path, record)
+
+
+def calibrate(
+    drafter: Annotated[Path, typer.Argument(help="Folder of a drafter saved by this package; its config changes.")],
+    target: TargetOption = None,
+    bundled: Annotated[
+        bool, typer.Option("--bundled", help="Bundled prompts of six tasks, on which nothing is measured; the default.")
+    ] = False,
+    prompts: PromptFilesOption = None,
+    human_eval: HumanEvalOption = 0,
+    sharegpt: ShareGptOption = 0,
+    skip: Annotated[int, typer.Option(min=0, help="Of other prompts, leave out so many: those you measure on.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Fit and show; the folder stays as it is.")] = False,
+    json_path: JsonOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Fit what stale_mixture="learned" and adaptive_length take from a drafter, on prompts you do not measure on."""
+    from collections import Counter
+
+    from hf_dflow.bench import calibrate as bench
+    from hf_dflow.bench.report import run_conditions
+    from hf_dflow.bench.runners import load_pair
+    from hf_dflow.bench.workloads import FITTING, chosen_prompts, read_prompts, tasks_in_turn
+
+    bench.own_config(drafter)
+    if not dry_run:
+        writable(drafter / bench.CONFIG)
+    workload, others = [], prompts or human_eval or sharegpt
+    if skip and not others:
+        raise DFlowError(f"--skip {skip} is of --prompts, --human-eval and --sharegpt; name some, or leave it out")
+    if others:
+        chosen = chosen_prompts(files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
+        workload = tasks_in_turn(chosen)[skip:]
+        if not workload:
+            raise DFlowError(f"--skip {skip} leaves none of {len(chosen)} prompts; skip fewer, or give more")
+    if bundled or not others:
+        workload += [prompt for prompt in tasks_in_turn(read_prompts(FITTING)) if prompt not in workload]
+    use_threads(threads)
+    pair = load_pair(target, drafter)
+    result = bench.fit(pair, workload, max_new_tokens, Console())
+    typer.echo(json.dumps(result, indent=1))
+    if json_path is not None:
+        decoding = ", ".join(mode.name for mode in bench.MODES.values())
+        tasks = dict(Counter(prompt.task for prompt in workload))
+        told = {"prompts": len(workload), "tasks": tasks, "max_new_tokens": max_new_tokens, "decoding": decoding}
+        conditions = run_conditions(**told, **pair.describe())
+        record = {**result, "conditions": {**conditions, "skipped_prompts": skip}}
+        write_json(json_path, record)
+    if not dry_run:
+        bench.keep(drafter, result["fitted_decisions"])
 
 
 def plan(
@@ -101,214 +226,3 @@ def cost(
     record = bench.compare(hosted, own, monthly_tokens)
     bench.show(record, report_console())
     write_json(json_path, {**record, "inputs": {"hosted": vars(hosted), "own": vars(own)}})
-
-
-@app.command()
-@errors_in_words()
-def run(
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    tiny: TinyOption = False,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(help="assisted, prompt_lookup, transformers_dflash, dflash, dflow; repeatable; plain always."),
-    ] = None,
-    assistant: Annotated[Path | None, typer.Option(help="Folder of the classic draft model of 'assisted'.")] = None,
-    task: TaskOption = None,
-    prompts: PromptFilesOption = None,
-    jsonl: JsonLinesOption = None,
-    dataset: DatasetOption = None,
-    human_eval: HumanEvalOption = 0,
-    per_task: PerTaskOption = None,
-    temperature: TemperaturesOption = None,
-    verification: Annotated[list[str] | None, typer.Option(help="token (default) or block; repeatable.")] = None,
-    output_tokens: Annotated[int, typer.Option(min=2)] = 48,
-    concurrency: Annotated[int, typer.Option(min=1, help="Prompts decoded together, as one batch.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts, for times.")] = 1,
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no prompt after so long.")] = None,
-    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
-    threads: ThreadsOption = None,
-    json_path: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(callback=writable, help="PNG of tokens per step by task.")] = None,
-) -> None:
-    """Measure every strategy on the same prompts, by turns; exit code 1 if a greedy float32 text differs."""
-    from hf_dflow.bench import run_view, suite
-    from hf_dflow.bench.eval_drafter import modes_of
-    from hf_dflow.bench.evaluation import is_identical
-    from hf_dflow.bench.runners import load_pair
-    from hf_dflow.bench.tiny import given_or_tiny
-    from hf_dflow.bench.workloads import workload
-    from hf_dflow.console import use_threads
-    from hf_dflow.training.draft_model import load_draft_model
-
-    kind = _dtype(dtype)
-    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    measured_on = workload(
-        files=prompts or [], jsonl=jsonl or [], dataset=dataset, human_eval=human_eval, otherwise=own_prompts,
-        tasks=task or [], per_task=per_task,
-    )  # fmt: skip
-    use_threads(threads)
-    pair = load_pair(target, drafter, kind, device, thinking)
-    small = load_draft_model(assistant, pair.target) if assistant else None
-    names = strategy or [
-        name
-        for name in suite.STRATEGIES
-        if not (name == "assisted" and small is None) and not (name == "dflow" and pair.drafter.relay is None)
-    ]
-    console = report_console()
-    if warning := suite.mode_warning(pair):
-        console.print(f"[yellow]{warning}[/]")
-    record = suite.run(
-        pair,
-        suite.contestants_of(pair, names, small),
-        modes_of(temperature or [0.0], verification or ["token"]),
-        measured_on.prompts,
-        workload=measured_on.source,
-        output_tokens=output_tokens,
-        concurrency=concurrency,
-        repeats=repeats,
-        minutes=minutes,
-        console=console,
-    )
-    run_view.show(record, console)
-    write_json(json_path, record)
-    if plot is not None:
-        run_view.plot(record, plot)
-    raise typer.Exit(1 if dtype in ("float32", "float64") and not is_identical(record) else 0)
-
-
-@app.command()
-@errors_in_words()
-def endpoint(
-    endpoint: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server, up to and with /v1.")],
-    model: Annotated[str, typer.Option(help="As the server calls it.")],
-    server: Annotated[str | None, typer.Option(help="What serves, and with which drafter: for the record.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at any time.")] = 1,
-    task: TaskOption = None,
-    prompts: PromptFilesOption = None,
-    jsonl: JsonLinesOption = None,
-    dataset: DatasetOption = None,
-    human_eval: HumanEvalOption = 0,
-    per_task: PerTaskOption = None,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    output_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    retries: Annotated[int, typer.Option(min=0, help="Of a request that was refused for now.")] = 2,
-    stall_seconds: Annotated[float, typer.Option(help="Longest silence within an answer.")] = 30.0,
-    request_seconds: Annotated[float, typer.Option(help="Longest answer.")] = 300.0,
-    json_path: JsonOption = None,
-) -> None:
-    """Put a load on an endpoint, key from OPENAI_API_KEY; exit code 1 if a request got no whole answer."""
-    from hf_dflow.bench import endpoint as bench
-    from hf_dflow.bench import endpoint_report as report
-    from hf_dflow.bench.workloads import workload
-
-    measured_on = workload(
-        files=prompts or [], jsonl=jsonl or [], dataset=dataset, human_eval=human_eval, tasks=task or [],
-        per_task=per_task,
-    )  # fmt: skip
-    settings = bench.EndpointSettings(
-        url=endpoint,
-        model=model,
-        server=server,
-        concurrency=concurrency,
-        output_tokens=output_tokens,
-        temperature=temperature,
-        retries=retries,
-        stall_seconds=stall_seconds,
-        request_seconds=request_seconds,
-    )
-    record = report.measure(settings, measured_on.prompts)
-    record["conditions"]["workload"] = measured_on.source
-    report.show(record, report_console())
-    write_json(json_path, record)
-    raise typer.Exit(0 if set(record["all"]["outcomes"]) == {bench.OK} else 1)
-
-
-@app.command()
-@errors_in_words()
-def sweep(
-    output: Annotated[
-        Path,
-        typer.Option(
-            help="Folder for the record, and for generation defaults by task.",
-            file_okay=False,
-            callback=writable_folder,
-        ),
-    ] = Path("sweep"),
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    tiny: TinyOption = False,
-    block_size: Annotated[str, typer.Option(help="Comma-separated.")] = "2,4,8",
-    verification: Annotated[str, typer.Option(help="Comma-separated, for temperatures above 0.")] = "token,block",
-    temperature: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
-    output_tokens: Annotated[str, typer.Option(help="Comma-separated.")] = "64",
-    concurrency: Annotated[str, typer.Option(help="Prompts decoded together; comma-separated.")] = "1",
-    task: TaskOption = None,
-    prompts: PromptFilesOption = None,
-    jsonl: JsonLinesOption = None,
-    dataset: DatasetOption = None,
-    human_eval: HumanEvalOption = 0,
-    per_task: PerTaskOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts.")] = 1,
-    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
-    threads: ThreadsOption = None,
-) -> None:
-    """Find the fastest block size and verification rule for each task and condition, and write them as defaults."""
-    from hf_dflow.bench import sweep as bench
-    from hf_dflow.bench.runners import load_pair
-    from hf_dflow.bench.tiny import given_or_tiny
-    from hf_dflow.bench.workloads import workload
-    from hf_dflow.console import use_threads
-
-    sizes, lengths, together = (_numbers(given, int) for given in (block_size, output_tokens, concurrency))
-    temperatures = _numbers(temperature, float)
-    kind = _dtype(dtype)
-    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    measured_on = workload(
-        files=prompts or [], jsonl=jsonl or [], dataset=dataset, human_eval=human_eval, otherwise=own_prompts,
-        tasks=task or [], per_task=per_task,
-    )  # fmt: skip
-    use_threads(threads)
-    console = report_console()
-    record = bench.sweep(
-        load_pair(target, drafter, kind, device, thinking),
-        measured_on.prompts,
-        workload=measured_on.source,
-        block_sizes=sizes,
-        verifications=[rule.strip() for rule in verification.split(",")],
-        temperatures=temperatures,
-        output_tokens=lengths,
-        concurrencies=together,
-        repeats=repeats,
-        console=console,
-    )
-    bench.show(record, console)
-    written = bench.write(record, output)
-    typer.echo(f"{output / bench.RECORD}: all of it; generation defaults for DFlowGenerationConfig.from_pretrained:")
-    for path in written:
-        typer.echo(f"  {path}")
-    if not written:
-        typer.echo("  none: plain decoding is faster everywhere")
-
-
-app.command()(errors_in_words()(report_commands.report))
-app.command()(errors_in_words()(report_commands.readme))
-
-
-def _dtype(name: str) -> Any:
-    from hf_dflow.bench.memory import DTYPES
-
-    if name not in DTYPES:
-        raise DFlowError(f"--dtype {name} is unknown; use one of {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _numbers(given: str, kind: Any) -> list[Any]:
-    try:
-        return [kind(part) for part in given.split(",")]
-    except ValueError as error:
-        raise DFlowError(f"{given}: give numbers with commas between them") from error

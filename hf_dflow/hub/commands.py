@@ -1,9 +1,11 @@
-"""`hf-dflow drafters`, `export`, `publish`, `card new` and `card check`."""
+"""`hf-dflow drafters`, `info`, `export`, `publish`, `card new` and `card check`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.console import errors_in_words, print_table, report_console
@@ -23,6 +25,30 @@ def drafters(
         rows.append([row.name, row.target, block, row.format, row.licence or unknown, row.chat_mode or "?"])
     measures = ("target", "block", "format", "licence", "mode")
     print_table(report_console(), "published drafters", ("drafter",), measures, rows)
+
+
+def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) -> None:
+    """Show what a drafter was made for."""
+    import hf_dflow
+
+    model = hf_dflow.DFlowDrafter.from_pretrained(drafter)
+    config = model.config
+    table = Table("property", "value")
+    width, candidates = config.correction_intermediate_size, config.correction_top_k
+    relay_is_active = model.relay is not None and bool(model.relay.down_proj.weight.any())
+    properties = {
+        "block size": f"{config.block_size} ({config.drafts_per_block} drafts a step)",
+        "draft layers": ", ".join(config.layer_types),
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,} ({config.dtype})",
+        "relay": "trained" if relay_is_active else "at zero" if model.relay is not None else "none",
+        "causal correction": "none" if width is None else f"width {width}, {candidates} candidates",
+        "target": f"hidden size {config.target_hidden_size}, {config.num_target_layers or 'any number of'} layers",
+        "tapped target layers": ", ".join(map(str, config.target_layer_ids)),
+        "mask token id": str(config.mask_token_id),
+    }
+    for name, value in properties.items():
+        table.add_row(name, value)
+    Console().print(table)
 
 
 def export(
