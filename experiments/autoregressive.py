@@ -18,12 +18,12 @@ from accelerate import Accelerator
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedModel
 
+from experiments.draft_model import drafter_size, matching_layers, new_draft_model, save_draft_model
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.batch import RowOrder
 from hf_dflow.training.config import TrainingConfig
 from hf_dflow.training.data import TrainingRow, read_rows, split_rows
-from hf_dflow.training.draft_model import drafter_size, matching_layers, new_draft_model, save_draft_model
 from hf_dflow.training.features import FeatureStore
 from hf_dflow.training.live import LiveFeatures
 from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, slot_targets

@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from hf_dflow.bench.eval_drafter import modes_of, show
-from hf_dflow.bench.evaluation import Answer, Plan, answer_all, as_record, is_identical
+from experiments.eval_drafter import show
+from hf_dflow.bench.evaluation import Answer, Plan, answer_all, as_record, is_identical, modes_of
 from hf_dflow.bench.options import (
     BundledOption,
     DrafterOption,

@@ -9,12 +9,13 @@ import torch
 from transformers import AutoTokenizer
 
 from experiments.autoregressive import train_draft_model
+from experiments.draft_model import drafter_size, matching_layers, save_draft_model
 from experiments.resident import ResidentFeatures
+from hf_dflow.bench.assistant import load_draft_model
 from hf_dflow.training.answers import Sampling
 from hf_dflow.training.collect import Job, collect_answers
 from hf_dflow.training.config import Stage, TrainingConfig
 from hf_dflow.training.data import TrainingRow, read_rows
-from hf_dflow.training.draft_model import drafter_size, load_draft_model, matching_layers, save_draft_model
 from hf_dflow.training.prompts import read_prompts
 from hf_dflow.training.start import new_drafter, resolve
 from hf_dflow.training.target import describe_target, stop_ids

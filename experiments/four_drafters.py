@@ -20,15 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.drafter_stages import KINDS, Recipe, Training, collect
 from hf_dflow import DFlowDrafter
-from hf_dflow.bench.eval_drafter import modes_of
-from hf_dflow.bench.evaluation import Answer, Plan, answer_all, as_record
+from hf_dflow.bench.assistant import load_draft_model
+from hf_dflow.bench.evaluation import Answer, Plan, answer_all, as_record, modes_of
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Contestant, Mode, classic_contestant, encode_chat
 from hf_dflow.bench.workloads import Prompt, chosen_prompts, tasks_in_turn
 from hf_dflow.console import use_threads
 from hf_dflow.errors import DFlowError
 from hf_dflow.training.data import is_held_out
-from hf_dflow.training.draft_model import load_draft_model
 from hf_dflow.training.prompts import read_prompts
 
 SHARES = {"answers": 0.25, "training": 0.8}  # of the minutes, past which the stage must not go

@@ -67,7 +67,7 @@ def _tasks(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def pair_points(name: str, evaluation: dict[str, Any], probe: dict[str, Any]) -> list[Point]:
-    """Of `hf-dflow probe`, and of `hf_dflow.bench.eval_drafter` with the contestants "dflash" and "dflow", greedy.
+    """Of `hf-dflow probe`, and of `experiments.eval_drafter` with the contestants "dflash" and "dflow", greedy.
 
     Raises:
         DFlowError: They have no task in common, or the evaluation lacks the two.

@@ -8,11 +8,11 @@ import torch
 from batches import LENGTHS, following, padded, prompt, said, target_of
 from kit import HIDDEN_SIZE, PatternDrafter, assert_not_vacuous, tiny_target
 
+from experiments.tables import as_markdown
 from hf_dflow import AcceptanceStatistics
 from hf_dflow.bench import evaluation, latency, suite
 from hf_dflow.bench.evaluation import Answer, Plan, batches_of
 from hf_dflow.bench.latency import of_answers
-from hf_dflow.bench.readme_table import as_markdown
 from hf_dflow.bench.runners import Contestant, Mode, Pair, Run, classic_contestant, decode, decode_rows
 from hf_dflow.bench.workloads import Prompt
 

@@ -10,19 +10,19 @@ from kit import HostileDrafter, OracleDrafter, prompt_of, scripted, tiny_target
 from rich.console import Console
 from typer.testing import CliRunner
 
+from experiments.draft_model import new_draft_model
+from experiments.tables import BLOCK, as_markdown, render
 from hf_dflow import AcceptanceStatistics
 from hf_dflow.bench import evaluation, run_view, suite
 from hf_dflow.bench.conditions import MUST_AGREE, differences, refuse_unequal
 from hf_dflow.bench.evaluation import Answer
 from hf_dflow.bench.latency import Timed, of_answers, summarise
-from hf_dflow.bench.readme_table import BLOCK, as_markdown, render
 from hf_dflow.bench.runners import Contestant, Mode, Run, decode, load_pair
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import Prompt, jsonl_prompts, read_prompts, select
 from hf_dflow.cli import app
 from hf_dflow.console import UNBOUNDED
 from hf_dflow.errors import DFlowError
-from hf_dflow.training.draft_model import new_draft_model
 
 ROOT = Path(__file__).parent.parent
 MODES = [Mode(), Mode(1.0, "token")]

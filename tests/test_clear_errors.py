@@ -34,7 +34,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
         read_prompts(path)
     with pytest.raises(DFlowError, match="prompts"):
         jsonl_prompts(path)
-    assert "prompts.json" in said_of("bench", "readme", path)
+    assert "prompts.json" in said_of("bench", "report", path)
 
 
 def test_no_task_is_called_all(tmp_path):

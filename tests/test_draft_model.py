@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from experiments import autoregressive
 from experiments.autoregressive import train_draft_model
+from experiments.draft_model import drafter_size, matching_layers, new_draft_model
+from experiments.draft_model import save_draft_model as save
+from hf_dflow.bench.assistant import load_draft_model
 from hf_dflow.errors import DFlowError
 from hf_dflow.training.batch import RowOrder
 from hf_dflow.training.config import Stage
 from hf_dflow.training.data import TrainingRow
-from hf_dflow.training.draft_model import drafter_size, load_draft_model, matching_layers, new_draft_model
-from hf_dflow.training.draft_model import save_draft_model as save
 from hf_dflow.training.features import Teacher
 from hf_dflow.training.loss import CandidateVocabulary
 

@@ -8,8 +8,9 @@ import typer
 from kit import PatternDrafter, plain_greedy, prompt_of, tiny_drafter, tiny_target
 from typer.testing import CliRunner
 
+from experiments import eval_drafter
 from hf_dflow import AcceptanceStatistics
-from hf_dflow.bench import eval_drafter, evaluation, workloads
+from hf_dflow.bench import evaluation, workloads
 from hf_dflow.bench.runners import Contestant, Mode, Pair, Run, classic_contestant, decode
 from hf_dflow.bench.workloads import Prompt, chosen_prompts, read_prompts, tasks_in_turn
 from hf_dflow.errors import DFlowError
@@ -255,7 +256,7 @@ def test_command_writes_what_it_prints(target, tmp_path, monkeypatch, conversati
     for part in ("dflow - dflash", "times as fast", "ms per token", "standard deviation", "3 of 3 the same by all"):
         assert part in words
     with pytest.raises(DFlowError, match="use one or more of token, block"):
-        eval_drafter.modes_of([1.0], ["tokens"])
+        evaluation.modes_of([1.0], ["tokens"])
 
 
 def test_other_drafters_are_compared_side_by_side(target, tmp_path):
@@ -274,7 +275,7 @@ def test_other_drafters_are_compared_side_by_side(target, tmp_path):
         eval_drafter.contestants_of(pair, None, 7, [f"x, relay off={tmp_path}/mine", f"x={tmp_path}/mine"])
     for temperature in (float("nan"), float("inf"), -1.0):
         with pytest.raises(DFlowError, match="--temperature"):
-            eval_drafter.modes_of([temperature], ["token"])
+            evaluation.modes_of([temperature], ["token"])
     for wrong in ("mine", f"={tmp_path}/mine", f"dflash={tmp_path}/mine", f"plain={tmp_path}/mine", "mine="):
         with pytest.raises(DFlowError, match="give NAME=FOLDER with a name that is not one of"):
             eval_drafter.contestants_of(pair, None, 7, [wrong])

@@ -5,8 +5,8 @@ import typer
 from kit import tiny_drafter, tiny_target, tiny_tokenizer
 from typer.testing import CliRunner
 
+from experiments import eval_drafter
 from hf_dflow import DFlowDrafter, PairMismatchError
-from hf_dflow.bench import eval_drafter
 from hf_dflow.bench.runners import Pair
 from hf_dflow.checkpoints.names import check_name
 from hf_dflow.cli import app

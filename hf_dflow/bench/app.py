@@ -67,13 +67,12 @@ def run(
 ) -> None:
     """Measure every strategy on the same prompts, by turns; exit code 1 if a greedy float32 text differs."""
     from hf_dflow.bench import run_view, suite
-    from hf_dflow.bench.eval_drafter import modes_of
-    from hf_dflow.bench.evaluation import is_identical
+    from hf_dflow.bench.assistant import load_draft_model
+    from hf_dflow.bench.evaluation import is_identical, modes_of
     from hf_dflow.bench.runners import load_pair
     from hf_dflow.bench.tiny import given_or_tiny
     from hf_dflow.bench.workloads import workload
     from hf_dflow.console import use_threads
-    from hf_dflow.training.draft_model import load_draft_model
 
     kind = _dtype(dtype)
     target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
@@ -228,7 +227,6 @@ def sweep(
 
 
 app.command()(errors_in_words()(report_commands.report))
-app.command()(errors_in_words()(report_commands.readme))
 
 
 def _dtype(name: str) -> Any:

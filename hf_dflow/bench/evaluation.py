@@ -1,5 +1,6 @@
 """Several ways to decode the same prompts, compared: what is run, and what is made of the counts."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,6 +13,8 @@ import transformers
 from hf_dflow.bench.report import figure, pooled, resampled_sums
 from hf_dflow.bench.runners import Contestant, Mode, Run, decode_rows, padded
 from hf_dflow.bench.workloads import Prompt
+from hf_dflow.errors import DFlowError
+from hf_dflow.generation.configuration import SAMPLING_RULES
 
 PLAIN = "plain"
 SEED_STRIDE = 1_000_003  # so that no two prompts of a run draw the same numbers
@@ -64,6 +67,25 @@ class Plan:
         """The contestants that cannot decode so many prompts at a time in `mode`, and why."""
         reasons = {one.name: one.why_not(mode, batch_size) for one in self.contestants}
         return {name: reason for name, reason in reasons.items() if reason}
+
+
+def modes_of(temperatures: Sequence[float], rules: Sequence[str]) -> list[Mode]:
+    """Greedy decoding once, and each temperature above 0 with each verification rule.
+
+    Raises:
+        DFlowError: A rule or a temperature that does not exist.
+    """
+    unknown = [rule for rule in rules if rule not in SAMPLING_RULES]
+    if unknown or not rules:
+        raise DFlowError(f"--verification {', '.join(unknown)}: use one or more of {', '.join(SAMPLING_RULES)}")
+    wrong = [temperature for temperature in temperatures if not 0 <= temperature < math.inf]
+    if wrong:
+        raise DFlowError(f"--temperature {wrong[0]:g}: use 0 for greedy decoding, or a number above 0")
+    return [
+        Mode(temperature, rule)
+        for temperature in dict.fromkeys(temperatures)
+        for rule in (rules if temperature else [None])
+    ]
 
 
 def batches_of(prompts: Sequence[Prompt], size: int) -> list[tuple[Prompt, ...]]:

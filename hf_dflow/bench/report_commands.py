@@ -1,4 +1,4 @@
-"""`hf-dflow bench report` and `bench readme`: what is made of records."""
+"""`hf-dflow bench report`: what is made of records."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,6 @@ from hf_dflow.errors import DFlowError
 
 # What only records of a command hold.
 KINDS = {"runs": "modes", "endpoints": "acceptance", "plans": "largest_batch", "cost": "who_keeps_the_gain"}
-
-
-def readme(
-    document: Annotated[Path, typer.Argument(help="Markdown with <!-- bench: PATH.json --> … <!-- /bench -->.")],
-) -> None:
-    """Fill a document's tables from the records that it names."""
-    from hf_dflow.bench.readme_table import render
-
-    document.write_text(render(_text(document), document.parent), encoding="utf-8")
 
 
 def report(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hf_dflow import DFlowGenerationConfig
 from hf_dflow.bench import suite
-from hf_dflow.bench.eval_drafter import modes_of
+from hf_dflow.bench.evaluation import modes_of
 from hf_dflow.bench.runners import Contestant, Mode, Pair
 from hf_dflow.bench.workloads import ALL_TASKS, Prompt
 from hf_dflow.console import print_table, write_json

@@ -6,7 +6,9 @@ A table stands between `<!-- bench: PATH -->` and `<!-- /bench -->`, PATH being 
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from hf_dflow.errors import DFlowError
 
@@ -73,3 +75,15 @@ def _cells(counts: dict[str, Any] | None, times: dict[str, Any]) -> list[str]:
     rest = [times["target_forwards_per_token"], seconds["p50"], seconds["p95"], times["effective_tps_with_bonus"]]
     forms = ("{:.3f}", "{:.2f}", "{:.2f}", "{:.1f}")
     return [*drafted, *(form.format(value) for form, value in zip(forms, rest, strict=True))]
+
+
+def main(
+    documents: Annotated[list[Path], typer.Argument(help="Markdown with <!-- bench: PATH.json --> blocks.")],
+) -> None:
+    """Fill the tables of documents from the records that they name."""
+    for document in documents:
+        document.write_text(render(document.read_text(encoding="utf-8"), document.parent), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""A classic draft model: a small causal language model of the target's kind, to train, save and load.
+"""A classic draft model: a small causal language model of the target's kind, to train and save.
 
 Embedding and head are the target's, frozen, so that its size is that of its layers.
 """
@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_dflow.bench.assistant import BORROWED, borrow_embedding
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.target import inner_model
-
-BORROWED = "borrowed_embedding.json"  # says that a folder holds trained weights only
 
 
 def drafter_size(drafter: DFlowDrafter) -> int:
@@ -61,7 +59,7 @@ def new_draft_model(
         model.load_state_dict(own, strict=False)
         for layer, i in zip(_layers(model), chosen, strict=True):
             layer.load_state_dict(_layers(target)[i].state_dict())
-    _borrow_embedding(model, target)
+    borrow_embedding(model, target)
     model.generation_config = copy.deepcopy(target.generation_config)
     return model
 
@@ -78,16 +76,6 @@ def _layers(model: Any) -> torch.nn.ModuleList:
     return found
 
 
-@torch.no_grad()
-def _borrow_embedding(model: Any, target: Any) -> None:
-    for part in ("get_input_embeddings", "get_output_embeddings"):
-        ours, theirs = getattr(model, part)(), getattr(target, part)()
-        ours.weight.copy_(theirs.weight)
-        if getattr(theirs, "bias", None) is not None:
-            ours.bias.copy_(theirs.bias)
-        ours.requires_grad_(False)
-
-
 def save_draft_model(
     model: Any, folder: Path, dtype: torch.dtype, *, with_embedding: bool = True, max_shard_size: str = "5GB"
 ) -> None:
@@ -95,7 +83,7 @@ def save_draft_model(
 
     Args:
         with_embedding (`bool`, *optional*, defaults to `True`): Without it only the trained weights are written, for
-            transport; [`load_draft_model`] then takes embedding and head from the target.
+            transport; [`~hf_dflow.bench.assistant.load_draft_model`] then takes embedding and head from the target.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if with_embedding:
@@ -106,29 +94,3 @@ def save_draft_model(
     model.generation_config.save_pretrained(folder)
     save_torch_state_dict(weights, folder, max_shard_size=max_shard_size)
     (folder / BORROWED).write_text('{"embedding and head": "those of the target"}\n')
-
-
-def load_draft_model(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel:
-    """What [`save_draft_model`] wrote in either way, in the target's dtype and on its device.
-
-    Raises:
-        DFlowError: Weights are missing or left over.
-    """
-    folder = Path(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise DFlowError(f"{folder} holds no safetensors file; give the folder of a trained draft model")
-    weights = {name: value for path in files for name, value in load_file(path).items()}
-    config = AutoConfig.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-    borrowed = (folder / BORROWED).exists()
-    _borrow_embedding(model, target)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    shared = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings())}
-    names = {name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in shared}
-    is_tied = len(shared) == 1
-    wrong = [name for name in missing if not (name in names and (borrowed or is_tied))] + list(unexpected)
-    if wrong:
-        raise DFlowError(f"{folder}: its weights do not fit its configuration: {', '.join(sorted(wrong))}")
-    model.generation_config = copy.deepcopy(target.generation_config)
-    return model.to(target.device).eval()

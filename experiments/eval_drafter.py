@@ -1,6 +1,5 @@
-"""`python -m hf_dflow.bench.eval_drafter`: what a drafter is worth on prompts that it was not trained on."""
+"""`python -m experiments.eval_drafter`: what a drafter is worth on prompts that it was not trained on."""
 
-import math
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +11,8 @@ from rich.console import Console
 from rich.progress import track
 
 from hf_dflow import DFlowDrafter
-from hf_dflow.bench.evaluation import PLAIN, Plan, answer_all, as_record, is_identical
+from hf_dflow.bench.assistant import load_draft_model
+from hf_dflow.bench.evaluation import PLAIN, Plan, answer_all, as_record, is_identical, modes_of
 from hf_dflow.bench.options import (
     BundledOption,
     DrafterOption,
@@ -24,7 +24,7 @@ from hf_dflow.bench.options import (
     TemperaturesOption,
 )
 from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import Contestant, Mode, Pair, classic_contestant, load_pair
+from hf_dflow.bench.runners import Contestant, Pair, classic_contestant, load_pair
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
 from hf_dflow.checkpoints.names import check_name
 from hf_dflow.console import (
@@ -39,30 +39,10 @@ from hf_dflow.console import (
 from hf_dflow.errors import DFlowError, PairMismatchError
 from hf_dflow.generation.configuration import SAMPLING_RULES
 from hf_dflow.generation.pair import check_pair
-from hf_dflow.training.draft_model import load_draft_model
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 EXACT_DTYPES = ("float32", "float64")  # in others a near tie may flip between forwards of different shapes
 CLASSIC = "autoregressive"
-
-
-def modes_of(temperatures: Sequence[float], rules: Sequence[str]) -> list[Mode]:
-    """Greedy decoding once, and each temperature above 0 with each verification rule.
-
-    Raises:
-        DFlowError: A rule or a temperature that does not exist.
-    """
-    unknown = [rule for rule in rules if rule not in SAMPLING_RULES]
-    if unknown or not rules:
-        raise DFlowError(f"--verification {', '.join(unknown)}: use one or more of {', '.join(SAMPLING_RULES)}")
-    wrong = [temperature for temperature in temperatures if not 0 <= temperature < math.inf]
-    if wrong:
-        raise DFlowError(f"--temperature {wrong[0]:g}: use 0 for greedy decoding, or a number above 0")
-    return [
-        Mode(temperature, rule)
-        for temperature in dict.fromkeys(temperatures)
-        for rule in (rules if temperature else [None])
-    ]
 
 
 def contestants_of(
