@@ -11,8 +11,8 @@ from kit import tiny_drafter, tiny_target
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowDrafter, UnknownDrafterError, cli
-from hf_dflow.checkpoints import FORMATS
 from hf_dflow.checkpoints.names import BUNDLED, TABLE, drafter_for, drafters_for
+from hf_dflow.checkpoints.reader import LAYOUTS
 from hf_dflow.generation.configuration import CHAT_MODES
 
 ROOT = Path(__file__).parent.parent
@@ -139,7 +139,7 @@ def test_the_table_is_sound():
     """Bug: a row that names a format we cannot load, or a bundled drafter that is not there."""
     assert len({row.name for row in TABLE}) == len(TABLE)
     for row in TABLE:
-        assert row.format in FORMATS and (row.name in BUNDLED or re.fullmatch(r"[\w.-]+/[\w.-]+", row.name))
+        assert row.format in LAYOUTS and (row.name in BUNDLED or re.fullmatch(r"[\w.-]+/[\w.-]+", row.name))
     for name, path in BUNDLED.items():
         assert (path / "model.safetensors").exists()
         config = json.loads((path / "config.json").read_text())

@@ -12,7 +12,7 @@ from memorize import memorize
 from safetensors.torch import load_file, save_file
 
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig, DrafterConfigError, DrafterWeightsError
-from hf_dflow.checkpoints import dflash2
+from hf_dflow.checkpoints.dflash import DFlash2Layout
 from hf_dflow.generation._compat import capture_features
 
 TOLERANCE = 1e-5  # the convolutions' sums, in another order, differ by more in float32
@@ -111,7 +111,7 @@ def test_accepted_lengths_equal_theirs(name, tmp_path, target):
         with torch.no_grad():
             drafter.candidate_selector.successor_codebook.weight *= 0.4  # not trained: let it err now and then
     memorize(drafter, target, text, prompt_length=PROMPT_LENGTH)
-    theirs_of = {ours: name for name, ours in dflash2.NAMES.items()}
+    theirs_of = {ours: name for name, ours in DFlash2Layout.renamed.items()}
     renamed = {theirs_of.get(key, key): value for key, value in drafter.state_dict().items()}
     renamed.pop("draft_token_ids", None)
     missing, unexpected = theirs.load_state_dict(renamed, strict=False)

@@ -13,13 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from hf_dflow.checkpoints import format_of, speculators
-from hf_dflow.checkpoints.files import read_config
-from hf_dflow.checkpoints.names import resolve
 from hf_dflow.errors import DFlowError, PairMismatchError
 from hf_dflow.generation.cache import MAX_HOLES, DraftCache
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
+from hf_dflow.model.loading import read_drafter_config
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 GIB = 2**30
@@ -211,14 +209,7 @@ def read_drafter(source: str | Path) -> DFlowDrafterConfig:
         DFlowError: The format keeps in its weights what the plan must know.
     """
     path = Path(source)
-    where = resolve(path.parent if path.is_file() else source)
-    raw, _ = read_config(where, {})
-    form = format_of(raw, where)
-    if form is speculators:
-        raise DFlowError(f"{source}: only its weights tell whose embedding and head it uses; export it first")
-    config = form.convert_config(raw, where, {})
-    config.check()
-    return config
+    return read_drafter_config(path.parent if path.is_file() else source)
 
 
 def _shared(heads: int, gpus: int) -> int:

@@ -1,7 +1,10 @@
-"""z-lab's DFlash v1 layout (`"architectures": ["DFlashDraftModel"]`) as a [`DFlowDrafterConfig`]; weight names agree.
+"""z-lab's layouts: DFlash v1 (`"architectures": ["DFlashDraftModel"]`) and DFlash 2 (`"DFlash2DraftModel"`).
+
+DFlash 2 (PyPI dflash 0.1.0) is v1 with convolutions and a candidate selector. Weight names are ours, but for the
+selector's codebooks, which published files store without `.weight`.
 
 The format's own reader fills gaps with guesses (block 16, evenly spread layer ids, the rotary base of another model).
-A drafter built on a wrong guess still runs and merely drafts badly, so a gap is an error here.
+A drafter built on a wrong guess still runs and only drafts badly, so a gap is an error here.
 """
 
 from collections.abc import Mapping
@@ -10,30 +13,15 @@ from typing import Any, NoReturn
 import torch
 from transformers import Qwen3Config
 
-from hf_dflow.checkpoints.own import make_config
-from hf_dflow.errors import DrafterConfigError
-from hf_dflow.model.configuration import DFlowDrafterConfig
+from hf_dflow.checkpoints.layout import LAYER_DEFAULTS, LAYER_SIZES, TOKEN_IDS, Export, Layout, refuse, refuse_export
 
-ARCHITECTURE = "DFlashDraftModel"
-DESCRIPTION = f"'architectures': ['{ARCHITECTURE}'] with 'model_type': 'qwen3' (z-lab's DFlash v1)"
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
-# Absent, these have the same default in Qwen3 and here.
-OPTIONAL = ("hidden_act", "rms_norm_eps", "initializer_range", "attention_bias", "attention_dropout")
-TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
-# In `dflash_config`, or at top level in older cards.
+# Draft keys, in `dflash_config` or at top level in older files.
 DRAFT_REQUIRED = ("block_size", "mask_token_id", "target_layer_ids")
 DRAFT_OPTIONAL = ("num_target_layers", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+DFLASH2_REQUIRED = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # "causal" is not z-lab's; other servers write it. It is read only to refuse a contradiction.
 NOTES = ("causal",)
+QWEN3_FIELDS = (*LAYER_SIZES, *LAYER_DEFAULTS, *TOKEN_IDS, "rope_parameters", "layer_types")
 TOP_LEVEL_KEYS = {
     *Qwen3Config().to_dict(),
     *("dflash_config", "is_causal", "rope_theta", "rope_scaling", "rope_parameters"),
@@ -41,89 +29,77 @@ TOP_LEVEL_KEYS = {
 }
 
 
-def matches(raw: Mapping[str, Any]) -> bool:
-    """Whether the content of a config.json claims this format."""
-    return ARCHITECTURE in (raw.get("architectures") or []) and "speculators_model_type" not in raw
+class DFlashLayout(Layout):
+    """DFlash v1."""
+
+    architecture = "DFlashDraftModel"
+    description = f"'architectures': ['{architecture}'] with 'model_type': 'qwen3' (z-lab's DFlash v1)"
+    added_keys: tuple[str, ...] = ()  # required draft keys beyond v1's
+
+    def matches(self, raw):
+        return self.architecture in (raw.get("architectures") or []) and "speculators_model_type" not in raw
+
+    def read_fields(self, raw, path, stored, overrides):
+        return _ConfigReader(self, raw, path, overrides).read()
 
 
-def convert_config(raw: Mapping[str, Any], path: str, stored: Mapping[str, Any], **overrides) -> DFlowDrafterConfig:
-    """Translate the content `raw` of the config.json at `path`.
+class DFlash2Layout(DFlashLayout):
+    """DFlash 2."""
 
-    Args:
-        raw (`dict`): The file's content, with the draft keys in `dflash_config` or at top level.
-        path (`str`): Folder or repository, for messages.
-        stored (`dict`): What the weights file holds; not needed here.
-        overrides: Fields of [`DFlowDrafterConfig`] that win over the file. `use_relay` is `False` unless given: a
-            relay that starts at zero adds nothing to a converted drafter until it is trained.
-
-    Raises:
-        [`DrafterConfigError`]: A key is missing, contradictory, impossible or unknown; the message names it.
-    """
-    return ConfigReader(raw, path, overrides).convert()
+    architecture = "DFlash2DraftModel"
+    description = f"'architectures': ['{architecture}'] with 'model_type': 'qwen3' (z-lab's DFlash 2)"
+    added_keys = DFLASH2_REQUIRED
+    renamed = {
+        f"candidate_selector.{kind}_codebook": f"candidate_selector.{kind}_codebook.weight"
+        for kind in ("predecessor", "successor")
+    }
 
 
-def rename(name: str) -> str | None:
-    """Our name of a stored tensor."""
-    return name
+class _ConfigReader:
+    """Reads one config.json; every method may refuse a key of it."""
 
-
-def convert_weights(tensors: dict[str, torch.Tensor], config: DFlowDrafterConfig, path: str) -> dict[str, torch.Tensor]:
-    """Our weights of the stored ones."""
-    return tensors
-
-
-class ConfigReader:
-    """One config.json of z-lab's; a later format of theirs adds draft keys and changes nothing else."""
-
-    description = DESCRIPTION
-    own_required: tuple[str, ...] = ()  # draft keys beyond v1's
-
-    def __init__(self, raw: Mapping[str, Any], path: str, overrides: Mapping[str, Any]):
-        self.raw, self.path, self.overrides = raw, path, overrides
-        self.where = f"{path}/config.json"
-        self.required_keys = DRAFT_REQUIRED + self.own_required
+    def __init__(self, layout: DFlashLayout, raw: Mapping[str, Any], path: str, overrides: Mapping[str, Any]):
+        self.layout, self.raw, self.path, self.overrides = layout, raw, path, overrides
+        self.draft_required = (*DRAFT_REQUIRED, *layout.added_keys)
         self.nested = raw.get("dflash_config") or {}
         if not isinstance(self.nested, dict):
-            self.refuse(f"'dflash_config' is {self.nested!r}, not an object")
+            self.refuse(f"'dflash_config' is {self.nested!r}; give an object")
 
-    def refuse(self, what: str) -> NoReturn:
-        raise DrafterConfigError(f"{self.where}: {what}.")
+    def refuse(self, problem: str) -> NoReturn:
+        refuse(self.path, problem)
 
-    def convert(self) -> DFlowDrafterConfig:
-        self.check_format()
-        fields = {key: self.required(key) for key in SIZES}
-        fields |= {key: self.required(key) for key in self.required_keys}
-        fields |= {key: self.raw[key] for key in OPTIONAL + TOKEN_IDS if self.raw.get(key) is not None}
+    def read(self) -> dict[str, Any]:
+        self.check_keys()
+        fields = {key: self.required(key) for key in (*LAYER_SIZES, *self.draft_required)}
+        fields |= {key: self.raw[key] for key in LAYER_DEFAULTS + TOKEN_IDS if self.raw.get(key) is not None}
+        cap = self.number("final_logit_softcapping", 0.0)
         fields |= {
             "num_target_layers": self.draft_value("num_target_layers"),
-            "input_embedding_scale": self.factor("input_embedding_scale", 1.0),
-            "output_multiplier": self.factor("output_multiplier", 1.0),
+            "input_embedding_scale": self.number("input_embedding_scale", 1.0),
+            "output_multiplier": self.number("output_multiplier", 1.0),
+            "final_logit_softcapping": cap if cap > 0 else None,  # the format ignores a cap of 0 or less
             "rope_parameters": self.rope(),
-            "dtype": self.raw.get("dtype", self.raw.get("torch_dtype")),
             "input_embedding": "raw",
             "output_head": "target",
             "window_is_inclusive": False,
             "use_relay": False,
         }
-        cap = self.factor("final_logit_softcapping", 0.0)
-        fields["final_logit_softcapping"] = cap if cap > 0 else None  # the format ignores a cap of 0 or less
         self.check_types(fields)
-        fields |= self.attention(fields["num_hidden_layers"])
-        return make_config(self.path, fields, self.overrides)
+        return fields | self.attention(fields["num_hidden_layers"])
 
-    def check_format(self) -> None:
+    def check_keys(self) -> None:
         model_type = self.raw.get("model_type")
         if model_type not in (None, "qwen3"):
-            self.refuse(f"'model_type' is '{model_type}'. Supported: {self.description}")
-        draft_keys = (*self.required_keys, *DRAFT_OPTIONAL)
+            self.refuse(f"'model_type' is '{model_type}'. Supported: {self.layout.description}")
+        draft_keys = (*self.draft_required, *DRAFT_OPTIONAL)
         nested, flat = {*draft_keys, *NOTES}, {*TOP_LEVEL_KEYS, *draft_keys}
         unknown = {f"dflash_config.{key}" for key in self.nested if key not in nested and self.nested[key] is not None}
         unknown |= {key for key in self.raw if key not in flat and self.raw[key] is not None}
         if unknown:
             self.refuse(
                 f"unknown key(s) {', '.join(sorted(unknown))}, which may change what the drafter computes. Supported: "
-                f"{self.description} with the draft keys {', '.join(draft_keys)}. If a key is only a note, remove it "
-                "from the file"
+                f"{self.layout.description} with the draft keys {', '.join(draft_keys)}. If a key is only a note, "
+                "remove it from the file"
             )
 
     def draft_value(self, key: str) -> Any:
@@ -136,16 +112,15 @@ class ConfigReader:
     def required(self, key: str) -> Any:
         value = self.overrides.get(key)
         if value is None:
-            value = self.draft_value(key) if key in self.required_keys else self.raw.get(key)
+            value = self.draft_value(key) if key in self.draft_required else self.raw.get(key)
         if value is None:
             self.refuse(f"'{key}' is missing and has no safe default; add it, or pass {key}= to from_pretrained")
         return value
 
     def check_types(self, fields: dict[str, Any]) -> None:
-        others = ("block_size", "mask_token_id", "num_target_layers", *self.own_required)
-        integers = {key: fields[key] for key in (*SIZES, *others)}
-        for key, value in {**integers, "sliding_window": self.raw.get("sliding_window")}.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        integers = (*LAYER_SIZES, "block_size", "mask_token_id", "num_target_layers", *self.layout.added_keys)
+        for key, value in {**fields, "sliding_window": self.raw.get("sliding_window")}.items():
+            if key in (*integers, "sliding_window") and not (value is None or type(value) is int):
                 self.refuse(f"'{key}' is {value!r}; give an integer")
         for key, value in (
             ("target_layer_ids", fields["target_layer_ids"]),
@@ -154,7 +129,7 @@ class ConfigReader:
             if value is not None and not isinstance(value, (list, tuple)):
                 self.refuse(f"'{key}' is {value!r}; give a list")
 
-    def factor(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float) -> float:
         value = self.draft_value(key)
         if value is None:
             return default
@@ -183,8 +158,8 @@ class ConfigReader:
                     "add one of full_attention, sliding_attention for each layer"
                 )
             layer_types = ["full_attention"] * num_layers
-        slides = "sliding_attention" in layer_types
-        if slides and not raw.get("use_sliding_window"):
+        has_sliding = "sliding_attention" in layer_types
+        if has_sliding and not raw.get("use_sliding_window"):
             self.refuse(
                 "'layer_types' has sliding layers but 'use_sliding_window' is not true, which turns their window off; "
                 "set it to true, or make the layers full_attention"
@@ -200,11 +175,61 @@ class ConfigReader:
         if claimed is not None and any(causal.get(layer_type) != claimed for layer_type in layer_types):
             self.refuse(
                 f"'dflash_config.causal' {claimed!r} contradicts 'is_causal' {is_causal!r} for the given 'layer_types' "
-                "(null: causal on sliding layers only); set 'is_causal' to what the drafter was trained with"
+                "(null: causal on sliding layers only); set 'is_causal' to the value used in training"
             )
         return {
             "layer_types": layer_types,
-            "sliding_window": raw.get("sliding_window") if slides else None,
+            "sliding_window": raw.get("sliding_window") if has_sliding else None,
             "sliding_is_causal": causal["sliding_attention"],
             "full_is_causal": causal["full_attention"],
         }
+
+
+def export_dflash(config: Any, weights: dict[str, torch.Tensor], num_target_layers: int | None) -> Export:
+    """A drafter's configuration and weights as v1, or as DFlash 2 where it has convolutions and selector."""
+    has_sliding = "sliding_attention" in config.layer_types
+    has_convolutions, has_selector = config.conv_kernel_size is not None, config.selector_rank is not None
+    causal = {
+        config.sliding_is_causal if layer_type == "sliding_attention" else config.full_is_causal
+        for layer_type in config.layer_types
+    }
+    is_default_causality = config.sliding_is_causal and not config.full_is_causal
+    num_target_layers = config.num_target_layers or num_target_layers
+    refuse_export(
+        "dflash",
+        {
+            "it has an embedding of its own": config.input_embedding == "own",
+            "it reads the output of the target's embedding module (load it with input_embedding='raw' if that equals "
+            "the embedding's rows)": config.input_embedding == "target",
+            "it has a head of its own": config.output_head != "target",
+            "its anchor's row drafts too (sample_from_anchor)": config.sample_from_anchor,
+            "its window is measured from the anchor": has_sliding and config.window_from_anchor,
+            "its full layers are causal and its sliding ones not": len(causal) == 2 and not is_default_causality,
+            "it has convolutions or a selector, but not both": has_convolutions != has_selector,
+            "its vocab_size is not known; load it with vocab_size=": config.vocab_size is None,
+            "its num_target_layers is not recorded; give it": num_target_layers is None,
+        },
+    )
+    layout = DFlash2Layout() if has_convolutions else DFlashLayout()
+    draft = {key: getattr(config, key) for key in (*DRAFT_REQUIRED, *layout.added_keys)}
+    defaults = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+    draft |= {key: getattr(config, key) for key, default in defaults.items() if getattr(config, key) != default}
+    raw = {
+        **{key: getattr(config, key) for key in QWEN3_FIELDS},
+        "architectures": [layout.architecture],
+        "model_type": "qwen3",
+        "num_target_layers": num_target_layers,
+        "dflash_config": draft,
+        "use_sliding_window": has_sliding,
+        "sliding_window": config.window_reach + 1 if has_sliding else None,
+        "max_window_layers": config.num_hidden_layers,
+        "tie_word_embeddings": False,
+        **({"is_causal": causal.pop()} if len(causal) == 1 else {}),
+    }
+    return Export(layout, raw, published_names(weights))
+
+
+def published_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The selector's codebooks under the names that published DFlash 2 files use."""
+    published = {ours: name for name, ours in DFlash2Layout.renamed.items()}
+    return {published.get(name, name): tensor for name, tensor in weights.items()}

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from hf_dflow.checkpoints.layout import StoredTensor
 from hf_dflow.checkpoints.names import check_name
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
 
@@ -22,15 +22,6 @@ OWN_PARTS_FILE = "hf_dflow/parts.safetensors"  # of an exported drafter: its rel
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """What a safetensors header says of one tensor."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def read_config(source: str, hub_options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:

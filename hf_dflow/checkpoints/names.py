@@ -17,7 +17,7 @@ class Drafter:
 
     name: str  # repository, or the name of a bundled one
     target: str
-    format: str  # a key of `hf_dflow.checkpoints.FORMATS`
+    format: str  # a key of `hf_dflow.checkpoints.reader.LAYOUTS`
     block_size: int | None = None
     licence: str | None = None  # as published
     chat_mode: str | None = None  # how the target was asked: "thinking", "non-thinking", "chat", "raw"

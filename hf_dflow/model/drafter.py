@@ -1,12 +1,10 @@
 """The drafter: a DFlash backbone (arXiv 2602.06036) and DFlow's verifier relay (arXiv 2609.06498)."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,14 +16,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from hf_dflow.checkpoints import load_drafter
-from hf_dflow.checkpoints.names import drafter_for
 from hf_dflow.errors import DrafterWeightsError
-from hf_dflow.hub.cards import make_card
-from hf_dflow.hub.custom_generate import write_custom_generate
-from hf_dflow.hub.publishing import publish
+from hf_dflow.hub.publishing import PublishableDrafter
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.correction import CausalCorrection, CorrectedCandidates, ZeroLinear, head_scores
+from hf_dflow.model.loading import LoadableDrafter
 from hf_dflow.model.relay import DFlowRelay
 from hf_dflow.model.selector import BlockConvolution, Candidates, CandidateSelector
 
@@ -111,7 +106,7 @@ class DFlowDecoderLayer(nn.Module):
         return sublayer(states) if convolution is None else convolution(sublayer, states)
 
 
-class DFlowDrafter(PreTrainedModel):
+class DFlowDrafter(LoadableDrafter, PublishableDrafter):
     """A block-diffusion drafter whose masked slots may start from what the verifier computed on rejected rows.
 
     It owns neither embedding nor LM head unless its configuration says so; callers hand in the target's.
@@ -158,66 +153,6 @@ class DFlowDrafter(PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        """As in transformers, for every format that [`~hf_dflow.checkpoints.load_drafter`] knows."""
-        return load_drafter(cls, super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
-
-    def save_pretrained(  # type: ignore[override]
-        self, save_directory, *args, repository: str | None = None, **kwargs
-    ) -> None:
-        """As in transformers, safetensors only; beside config and weights it writes what a published drafter needs.
-
-        That is `custom_generate/`, and a model card for its maker to finish unless there is one.
-
-        Args:
-            save_directory (`str` or `Path`): Folder, made where it does not exist.
-            repository (`str`, *optional*): Under which name it will be published.
-            args, kwargs: As in transformers.
-        """
-        if kwargs.pop("push_to_hub", False):
-            raise ValueError("push_to_hub=True is not taken by save_pretrained; call drafter.push_to_hub(…) instead.")
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            write_custom_generate(save_directory, repository)
-            card = Path(save_directory) / "README.md"
-            if not card.exists():
-                card.write_text(make_card(self, repository), encoding="utf-8")
-
-    def push_to_hub(  # type: ignore[override]
-        self, repo_id: str, *, card: str | Path | None = None, **kwargs
-    ) -> Any:
-        """Publish this drafter.
-
-        Args:
-            repo_id (`str`): `"owner/name"`; made where it does not exist.
-            card (`str` or `Path`, *optional*):
-                The finished card's text or file. Without one the template goes along, its marks to be filled in there.
-            kwargs: As in [`~hf_dflow.hub.publishing.publish`].
-
-        Returns:
-            huggingface_hub's `CommitInfo`, `None` with `dry_run=True`.
-
-        Raises:
-            [`~hf_dflow.hub.publishing.CardError`]: The card is not ready.
-        """
-        if card is not None and not (isinstance(card, str) and "\n" in card):
-            card = Path(card).read_text(encoding="utf-8")
-        return publish(self, repo_id, card, **kwargs)[1]
-
-    @classmethod
-    def for_target(cls, target: Any, **kwargs):
-        """The drafter that is listed for a target.
-
-        Args:
-            target (`str` or `PreTrainedModel`): The target, or its name.
-            kwargs: As in `from_pretrained`.
-
-        Raises:
-            [`UnknownDrafterError`]: None is listed; `hf-dflow drafters` shows those that are.
-        """
-        return cls.from_pretrained(drafter_for(target).name, **kwargs)
-
     def get_input_embeddings(self):
         return self.embed_tokens
 
@@ -254,7 +189,6 @@ class DFlowDrafter(PreTrainedModel):
         bonus_ids: torch.Tensor,
         rejected_ids: torch.Tensor,
         target_embedding: Any,
-        summary: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What rejected rows add to the mask embeddings of the slots they feed, `[B, S, H]`.
 
