@@ -1,7 +1,7 @@
 """Reading a drafter's checkpoint: which layout it has, its configuration values, and its tensors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Checkpoint:
     path: str
     layout: Layout
     stored: dict[str, StoredTensor]  # under the names in the files
-    fields: dict[str, Any] | None = None  # of `DFlowDrafterConfig`, before the caller's; `None`: not read
+    fields: dict[str, Any] = field(default_factory=dict)  # of `DFlowDrafterConfig`, without the caller's
     commit: str | None = None  # of config.json; `None` for a folder
 
     @property

@@ -98,7 +98,7 @@ def publish(
     )
     for one in files:
         typer.echo(f"{one.size:>14,} {one.path}")
-    if dry_run:
+    if commit is None:
         typer.echo(f"Nothing was sent. These {len(files)} files would go to {repository}.")
     else:
         typer.echo(f"Published: {commit.commit_url}")

@@ -73,7 +73,7 @@ class LoadableDrafter(PreTrainedModel):
             checkpoint, config = _read(path, config, kwargs)
             check_weights(cls, config, checkpoint.headers, path, allow_missing_relay=_is_foreign(checkpoint))
             kwargs["state_dict"] = checkpoint.read_weights()
-        drafter, report = super().from_pretrained(
+        loaded: Any = super().from_pretrained(
             None,
             *model_args,
             config=config,
@@ -81,6 +81,7 @@ class LoadableDrafter(PreTrainedModel):
             output_loading_info=True,
             **kwargs,
         )
+        drafter, report = loaded
         _check_report(str(path), report, checkpoint is not None and _is_foreign(checkpoint))
         drafter.check_draft_vocabulary()
         if checkpoint is not None:
@@ -124,7 +125,7 @@ def build_config(path: str, fields: Mapping[str, Any]) -> DFlowDrafterConfig:
     """
     known = {key: value for key, value in fields.items() if key in (*DFlowDrafterConfig.__annotations__, REMOVED, "dtype")}
     try:
-        config = DFlowDrafterConfig(name_or_path=path, **known)
+        config = DFlowDrafterConfig(**{"name_or_path": path, **known})
     except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise DrafterConfigError(f"{path}/config.json: {error}") from error
     config.check()
