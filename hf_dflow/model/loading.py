@@ -123,7 +123,9 @@ def build_config(path: str, fields: Mapping[str, Any]) -> DFlowDrafterConfig:
     Keys that are not fields of [`DFlowDrafterConfig`] are left out: transformers would let some of them choose code to
     run.
     """
-    known = {key: value for key, value in fields.items() if key in (*DFlowDrafterConfig.__annotations__, REMOVED, "dtype")}
+    known = {
+        key: value for key, value in fields.items() if key in (*DFlowDrafterConfig.__annotations__, REMOVED, "dtype")
+    }
     try:
         config = DFlowDrafterConfig(**{"name_or_path": path, **known})
     except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
