@@ -21,14 +21,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 from experiments.draft_model import drafter_size, matching_layers, new_draft_model, save_draft_model
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.drafter import DFlowDrafter
-from hf_dflow.training.batch import RowOrder
 from hf_dflow.training.config import TrainingConfig
 from hf_dflow.training.data import TrainingRow, read_rows, split_rows
-from hf_dflow.training.features import FeatureStore
-from hf_dflow.training.live import LiveFeatures
-from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, slot_targets
-from hf_dflow.training.run import load_frozen_target
-from hf_dflow.training.run_log import RunLog
+from hf_dflow.training.features import FeatureStore, LiveFeatures
+from hf_dflow.training.frozen_target import load_frozen_target
+from hf_dflow.training.log import RunLog
+from hf_dflow.training.loss import CandidateVocabulary, HeadRows, decayed_cross_entropy, slot_targets
+from hf_dflow.training.packing import RowOrder
 from hf_dflow.training.trainer import learning_rate, supervised_ids
 
 
@@ -176,7 +175,7 @@ def _loss(
     head = getattr(model, "module", model).get_output_embeddings()
     bias = None if getattr(head, "bias", None) is None else head.bias[candidate_ids]
     kept = candidates.relabel(targets)
-    return decayed_cross_entropy(states[:, None], kept, head.weight[candidate_ids], 1.0, head_bias=bias)
+    return decayed_cross_entropy(states[:, None], kept, HeadRows(head.weight[candidate_ids], bias), 1.0)
 
 
 def _save_state(accelerator: Accelerator, folder: Path, record: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_dflow.bench.assistant import BORROWED, borrow_embedding
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.drafter import DFlowDrafter
-from hf_dflow.training.target import inner_model
+from hf_dflow.training.frozen_target import inner_model
 
 
 def drafter_size(drafter: DFlowDrafter) -> int:

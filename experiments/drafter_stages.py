@@ -16,9 +16,9 @@ from hf_dflow.training.answers import Sampling
 from hf_dflow.training.collect import Job, collect_answers
 from hf_dflow.training.config import Stage, TrainingConfig
 from hf_dflow.training.data import TrainingRow, read_rows
+from hf_dflow.training.frozen_target import describe_target, stop_ids
 from hf_dflow.training.prompts import read_prompts
 from hf_dflow.training.start import new_drafter, resolve
-from hf_dflow.training.target import describe_target, stop_ids
 from hf_dflow.training.templates import ChatTemplate
 from hf_dflow.training.trainer import Trainer, supervised_ids
 

@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_dflow.generation._compat import capture_features
 from hf_dflow.training.data import TrainingRow
-from hf_dflow.training.live import LiveFeatures
+from hf_dflow.training.features import LiveFeatures
 
 TOKENS_PER_BATCH = {"cpu": 2_048, "cuda": 32_768}
 

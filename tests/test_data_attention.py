@@ -4,8 +4,8 @@ import pytest
 import torch
 from kit import tiny_target
 
-from hf_dflow.training import grouped_attention as module
-from hf_dflow.training.grouped_attention import GROUPED, grouped_attention
+from hf_dflow.training import answers as module
+from hf_dflow.training.answers import GROUPED, grouped_attention
 
 PROMPTS = torch.tensor([[0, 0, 0, 5, 9, 2], [7, 3, 8, 1, 4, 6], [0, 11, 12, 13, 14, 15]])
 

@@ -186,7 +186,7 @@ def test_answers_that_chats_hold_are_taken_as_they_are(target, tmp_path):
     assert texts == ["I will tell you.<|im_end|>", "Sunny.<|im_end|>"]
     assert row.temperature is None and found.header["sampling"] is None
     assert "1 rows with" in result.stdout and "2 duplicates, 1 over-long (limit 150 tokens)" in result.stdout
-    assert "1 not to be rendered (the first: the chat has no assistant turn)" in result.stdout
+    assert "1 that cannot be rendered (the first: the chat has no assistant turn)" in result.stdout
     before = output.read_bytes()
     assert succeed(*arguments).stdout == result.stdout and output.read_bytes() == before
     assert "other settings" in refuse(*arguments[:-1], 151)
@@ -196,7 +196,7 @@ def test_nothing_to_supervise_is_an_error_before_anything_is_written(target, pro
     """Bug: an empty data set is noticed by the trainer, or not at all."""
     output = tmp_path / "rows.jsonl"
     words = refuse(target, output, "--prompts", prompts, "--use-answers")
-    assert "no token would be supervised" in words and "30 not to be rendered" in words
+    assert "no token would be supervised" in words and "30 that cannot be rendered" in words
     assert "30 over-long (limit 20 tokens)" in refuse(target, output, "--prompts", prompts, "--max-length", 20)
     assert list(tmp_path.iterdir()) == [prompts]
 

@@ -9,8 +9,7 @@ import pytest
 from data_kit import assistant, user
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.training.prompts import Prompt, as_prompt, own_prompts, read_dataset, read_prompts
-from hf_dflow.training.sharegpt import sharegpt_prompts
+from hf_dflow.training.prompts import Prompt, as_prompt, own_prompts, read_dataset, read_prompts, sharegpt_prompts
 
 CHAT = [user("hello"), assistant("hi"), user("how are you?")]
 
@@ -48,7 +47,7 @@ def test_empty_fields_of_a_message_are_not_rendered():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "no JSON"),
+        ("{", "not valid JSON"),
         ('{"text": "x"}', "expected one of messages, conversations, prompt, found text"),
         ('{"prompt": ""}', "expected one of"),
         ("3", "found int"),

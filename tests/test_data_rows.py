@@ -6,8 +6,7 @@ import json
 import pytest
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.training.data import TrainingRow, is_held_out, read_data, read_rows, row_record, split_rows
-from hf_dflow.training.row_file import RowFile
+from hf_dflow.training.data import RowFile, TrainingRow, is_held_out, read_data, read_rows, row_record, split_rows
 
 SETTINGS = {"target": {"name": "tiny"}, "sampling": {"seed": 0}}
 
@@ -172,7 +171,7 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path, content):
     """Bug: a mistyped output overwrites another file."""
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
-    with pytest.raises(DFlowError, match="no data file of hf-dflow"):
+    with pytest.raises(DFlowError, match="not a data file of hf-dflow"):
         RowFile(path, SETTINGS)
     assert path.read_text() == content
 

@@ -15,11 +15,11 @@ from experiments.draft_model import drafter_size, matching_layers, new_draft_mod
 from experiments.draft_model import save_draft_model as save
 from hf_dflow.bench.assistant import load_draft_model
 from hf_dflow.errors import DFlowError
-from hf_dflow.training.batch import RowOrder
 from hf_dflow.training.config import Stage
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.features import Teacher
 from hf_dflow.training.loss import CandidateVocabulary
+from hf_dflow.training.packing import RowOrder
 
 FAMILIES = ["llama", "qwen3", "gpt2", "gemma_sliding"]  # untied, tied, other names of everything, kinds of layers
 

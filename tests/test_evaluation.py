@@ -14,7 +14,7 @@ from hf_dflow.bench import evaluation, workloads
 from hf_dflow.bench.runners import Contestant, Mode, Pair, Run, classic_contestant, decode
 from hf_dflow.bench.workloads import Prompt, chosen_prompts, read_prompts, tasks_in_turn
 from hf_dflow.errors import DFlowError
-from hf_dflow.training import sharegpt
+from hf_dflow.training import prompts as sharegpt
 from hf_dflow.training.data import is_held_out
 
 GREEDY, BLOCK, TOKEN = Mode(), Mode(1.0, "block"), Mode(1.0, "token")

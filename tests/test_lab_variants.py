@@ -11,7 +11,7 @@ from experiments.lab import variants
 from experiments.lab.experiment import last_losses
 from experiments.lab.variants import VARIANTS, Variant, VariantTrainer
 from hf_dflow.training.config import Stage
-from hf_dflow.training.live import LiveFeatures
+from hf_dflow.training.features import LiveFeatures
 from hf_dflow.training.rounds import draft_round, next_round, relay_additions
 
 STAGE = Stage(4, 2, 4, 6)

@@ -11,10 +11,16 @@ from safetensors.torch import load_file, save_file
 from trainer_kit import differing, tiny_rows, tiny_trainer, tiny_training, weights_of
 
 from hf_dflow import DFlowDrafter, DFlowError, DrafterConfigError, DrafterWeightsError
-from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, head_rows, slot_targets
+from hf_dflow.training.loss import (
+    CandidateVocabulary,
+    decayed_cross_entropy,
+    draftable_ids,
+    frequent_tokens,
+    head_rows,
+    slot_targets,
+)
 from hf_dflow.training.packing import IGNORED
 from hf_dflow.training.start import new_drafter
-from hf_dflow.training.vocabulary import frequent_tokens, sayable_ids
 
 EXACT = 1e-9  # float64 enumeration rounds at 1e-15
 
@@ -170,16 +176,16 @@ def test_the_most_frequent_tokens_are_chosen():
 
 def test_the_loss_runs_over_what_can_be_said(target, drafter):
     """Catches: rows and labels of two numberings, a label that no row can say, random others without a row."""
-    ids = sayable_ids(drafter, 64)
+    ids = draftable_ids(drafter, 64)
     assert ids.tolist() == [2, 5, 11, 40, 41, 62]
-    assert sayable_ids(tiny_drafter(target, 4), 50).tolist() == list(range(50))
+    assert draftable_ids(tiny_drafter(target, 4), 50).tolist() == list(range(50))
     candidates = CandidateVocabulary(torch.tensor([5, 7, 41]), 64, 100, ids)  # 7 is in the data and cannot be said
     sampled = candidates.sample(torch.Generator().manual_seed(0))
     assert sampled[:2].tolist() == [5, 41] and sorted(sampled.tolist()) == ids.tolist()
     hidden = torch.randn(2, 3, 32, dtype=torch.float64)
     labels = torch.tensor([[5, 7, 41], [41, IGNORED, 5]])
-    head = head_rows(drafter.requires_grad_(True), target, sampled)
-    found = decayed_cross_entropy(hidden, candidates.relabel(slot_targets(labels)), head.weight, 1e9)
+    head = head_rows(drafter, drafter.requires_grad_(True).lm_head, sampled)
+    found = decayed_cross_entropy(hidden, candidates.relabel(slot_targets(labels)), head, 1e9)
     served = drafter.compute_logits(hidden, target.get_output_embeddings()).log_softmax(-1)
     can_be_said = labels.masked_fill(labels == 7, IGNORED)
     expected = torch.nn.functional.nll_loss(served.flatten(0, 1), can_be_said.flatten(), ignore_index=IGNORED)

@@ -133,7 +133,7 @@ def test_flex_attention_is_left_alone_where_it_does_not_fit(monkeypatch, caplog)
 def test_blocks_come_back_from_where_they_were_packed():
     """Catches: two blocks on one place, or results handed back to other anchors, with a row split and one empty."""
     row = torch.tensor([3, 0, 3, 3, 1, 0, 3, 3])
-    layout = BlockLayout(Anchors(row, torch.arange(8)), 5, 2, most=2)
+    layout = BlockLayout(Anchors(row, torch.arange(8)), 5, 2, max_blocks=2)
     values = torch.arange(1, 17).view(8, 2)
     packed = layout.pack(values)
     assert torch.equal(layout.unpack(packed), values)

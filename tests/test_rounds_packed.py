@@ -4,7 +4,7 @@ import pytest
 import torch
 from kit import MASK_TOKEN_ID, tiny_drafter, tiny_target
 
-from hf_dflow.training.loss import decayed_cross_entropy, slot_targets
+from hf_dflow.training.loss import HeadRows, decayed_cross_entropy, slot_targets
 from hf_dflow.training.packing import IGNORED, Anchors, Sequences, draw_anchors
 from hf_dflow.training.rounds import draft_round
 
@@ -160,7 +160,7 @@ def test_a_batch_without_anchors_gives_a_zero_loss(pair):
     drafter.requires_grad_(True)
     result = draft_round(drafter, target, row, anchors)
     head = target.get_output_embeddings().weight
-    loss = decayed_cross_entropy(result.hidden, slot_targets(result.labels), head, 4.0)
+    loss = decayed_cross_entropy(result.hidden, slot_targets(result.labels), HeadRows(head), 4.0)
     loss.backward()
     drafter.requires_grad_(False)
     assert loss.item() == 0 and all(p.grad is None or not p.grad.any() for p in drafter.parameters())

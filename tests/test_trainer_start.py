@@ -12,8 +12,8 @@ from hf_dflow import DFlowDrafter, DFlowError
 from hf_dflow.training import checkpoint
 from hf_dflow.training.config import TrainingConfigError
 from hf_dflow.training.evaluate import decode
-from hf_dflow.training.head import head_owner
-from hf_dflow.training.live import LiveFeatures
+from hf_dflow.training.features import LiveFeatures
+from hf_dflow.training.frozen_target import linear_head
 from hf_dflow.training.loss import head_rows
 from hf_dflow.training.start import new_drafter, resolve, spread_layers
 
@@ -161,7 +161,7 @@ def test_features_and_head_are_the_adapted_targets(adapted, target, tmp_path):
     assert not store[0].allclose(base_store[0], atol=1e-2)
     drafter = new_drafter(adapted, tiny_training(initialise_from_target=False))
     hidden = torch.randn(5, 32)
-    rows_of_head = head_rows(drafter, head_owner(drafter, adapted), torch.arange(64))
+    rows_of_head = head_rows(drafter, linear_head(drafter, adapted), torch.arange(64))
     logits = hidden @ rows_of_head.weight.T + (0 if rows_of_head.bias is None else rows_of_head.bias)
     torch.testing.assert_close(logits, drafter.compute_logits(hidden, adapted.get_output_embeddings()))
     plain = hidden @ target.get_output_embeddings().weight.T

@@ -8,10 +8,10 @@ import torch
 from kit import MASK_TOKEN_ID, tiny_drafter, tiny_target
 from trainer_kit import STAGES, differing, tiny_rows, tiny_trainer, tiny_training, weights_of
 
-from hf_dflow.training.batch import RowOrder, lay_out, place_rows
 from hf_dflow.training.config import PRESETS, Stage, TrainingConfig, TrainingConfigError
+from hf_dflow.training.log import RunLog
+from hf_dflow.training.packing import RowOrder, lay_out, place_rows
 from hf_dflow.training.rounds import draft_round
-from hf_dflow.training.run_log import RunLog
 from hf_dflow.training.start import resolve
 from hf_dflow.training.trainer import learning_rate
 

@@ -12,8 +12,9 @@ from hf_dflow import DFlowError, DFlowGenerationConfig
 from hf_dflow.generation.drafting import DraftSession
 from hf_dflow.training.data import TrainingRow, read_rows, split_rows
 from hf_dflow.training.features import FeatureStore
-from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, slot_targets
-from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round, next_round
+from hf_dflow.training.loss import CandidateVocabulary, HeadRows, decayed_cross_entropy, slot_targets
+from hf_dflow.training.packing import IGNORED, Anchors, Sequences
+from hf_dflow.training.rounds import draft_round, next_round
 
 PROMPT_LENGTH, NEW_TOKENS = 3, 60
 PARITY = 1e-4  # RMSNorm computes in float32, whose rounding depends on the shape; a wrong row is off by whole units
@@ -138,7 +139,7 @@ def test_candidate_softmax_is_the_full_one_when_all_are_candidates():
     labels[labels != IGNORED] = torch.tensor([3, 5, 19])[torch.randint(3, (int((labels != IGNORED).sum()),))]
     ids = vocabulary.sample(torch.Generator().manual_seed(0))
     assert sorted(ids.tolist()) == list(range(20))
-    loss = decayed_cross_entropy(hidden, vocabulary.relabel(slot_targets(labels)), head[ids], decay=2.0)
+    loss = decayed_cross_entropy(hidden, vocabulary.relabel(slot_targets(labels)), HeadRows(head[ids]), decay=2.0)
     total, weight_sum = 0.0, 0.0
     for block in range(3):
         for slot in range(4):

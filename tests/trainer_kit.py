@@ -8,7 +8,7 @@ from kit import MASK_TOKEN_ID, tiny_target
 
 from hf_dflow.training.config import Stage, TrainingConfig
 from hf_dflow.training.data import TrainingRow
-from hf_dflow.training.live import LiveFeatures
+from hf_dflow.training.features import LiveFeatures
 from hf_dflow.training.trainer import Trainer
 
 PROMPT_LENGTH = 6

@@ -19,8 +19,9 @@ from hf_dflow.console import print_table
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation._compat import capture_features
 from hf_dflow.model.drafter import DFlowDrafter
+from hf_dflow.training.packing import IGNORED, Anchors, Sequences
 from hf_dflow.training.proposals import greedy_proposals, proposal_features
-from hf_dflow.training.rounds import IGNORED, Anchors, Sequences, draft_round
+from hf_dflow.training.rounds import draft_round
 
 TOP = 5
 COLUMNS = ("tokens_per_step", "re_convergence", "rescue_rate", "rescue_rate_top5", "largest_gain")

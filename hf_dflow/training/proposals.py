@@ -8,10 +8,10 @@ from transformers import DynamicCache
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation._compat import cache_argument, capture_features, crop, get_cache
 from hf_dflow.model.drafter import DFlowDrafter
+from hf_dflow.training.frozen_target import inner_model
 from hf_dflow.training.loss import slots_per_chunk
 from hf_dflow.training.masks import PackedMask
 from hf_dflow.training.packing import Anchors, BlockLayout, Sequences, context_places
-from hf_dflow.training.target import inner_model
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

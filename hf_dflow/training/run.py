@@ -11,7 +11,7 @@ import accelerate
 import torch
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hf_dflow._version import __version__
 from hf_dflow.errors import DFlowError
@@ -21,10 +21,9 @@ from hf_dflow.training import checkpoint
 from hf_dflow.training.config import TrainingConfig
 from hf_dflow.training.data import DataFile, TrainingRow, read_data, split_rows
 from hf_dflow.training.evaluate import DecodingCounts, decode
-from hf_dflow.training.features import FeatureStore
-from hf_dflow.training.live import LiveFeatures
+from hf_dflow.training.features import FeatureStore, LiveFeatures
+from hf_dflow.training.frozen_target import describe_target, load_frozen_target
 from hf_dflow.training.start import resolve
-from hf_dflow.training.target import describe_target
 from hf_dflow.training.templates import chat_mode
 from hf_dflow.training.trainer import Trainer, supervised_ids
 
@@ -109,7 +108,7 @@ def train(
         "teacher_top_k": training.teacher_top_k if training.distillation else 0,
     }
     if compute_live:
-        store: FeatureStore = LiveFeatures(*arguments, **options)
+        store: LiveFeatures = LiveFeatures(*arguments, **options)
     else:
         with accelerator.main_process_first():
             store = FeatureStore((features or output / "features"), *arguments, **options)
@@ -177,12 +176,6 @@ def _check_token_ids(rows: list[TrainingRow], target: Any) -> None:
                 f"a row holds token {max(row.token_ids)}, this target has the tokens 0 … {known - 1}: the data was "
                 "made with another tokenizer. Let this target answer the prompts (hf-dflow data)."
             )
-
-
-def load_frozen_target(name: str, dtype: str, revision: str | None, device: torch.device) -> Any:
-    """The target on `device`; transformers itself puts an adapter onto its base model where `name` holds one."""
-    target: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), revision=revision)
-    return target.to(device).eval().requires_grad_(False)
 
 
 def held_out_prompts(held_out: list[TrainingRow]) -> list[list[int]]:

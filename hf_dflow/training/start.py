@@ -12,8 +12,8 @@ from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.config import DECAY_OF_BLOCK, DEFAULT_CANDIDATES, TrainingConfig, TrainingConfigError
 from hf_dflow.training.data import TrainingRow
-from hf_dflow.training.target import inner_model
-from hf_dflow.training.vocabulary import frequent_tokens
+from hf_dflow.training.frozen_target import inner_model
+from hf_dflow.training.loss import frequent_tokens
 
 DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_TAPS = 2, 8, 5
 EVALUATIONS_PER_RUN, FEWEST_BETWEEN_EVALUATIONS = 10, 10

@@ -16,18 +16,15 @@ from accelerate import Accelerator
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training import checkpoint
-from hf_dflow.training.batch import RowOrder, lay_out
 from hf_dflow.training.config import Stage, TrainingConfig
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.evaluate import DecodingCounts, decode
-from hf_dflow.training.head import head_owner
-from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, head_rows, slot_targets
-from hf_dflow.training.packing import Anchors, Sequences
+from hf_dflow.training.frozen_target import describe_target, linear_head
+from hf_dflow.training.log import RunLog
+from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, draftable_ids, head_rows, slot_targets
+from hf_dflow.training.packing import Anchors, RowOrder, Sequences, lay_out
 from hf_dflow.training.rounds import Relayed, RoundResult, draft_round, next_round, previous_embeds
-from hf_dflow.training.run_log import RunLog
 from hf_dflow.training.start import continued_drafter, drafter_config, initialise_from_target, new_drafter, resolve
-from hf_dflow.training.target import describe_target
-from hf_dflow.training.vocabulary import sayable_ids
 
 ADVICE = "use another output folder, or --from that checkpoint to start a new run with its weights"
 
@@ -97,9 +94,9 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(self.training.seed + 1_000_003 * self.accelerator.process_index)
         self.order = RowOrder(len(rows), self.training.seed)
         vocab_size = target.get_input_embeddings().weight.shape[0]
-        sayable = sayable_ids(self.drafter, vocab_size)
+        sayable = draftable_ids(self.drafter, vocab_size)
         self.candidates = CandidateVocabulary(data_ids, vocab_size, self.training.other_candidates, sayable)
-        self.head_owner = head_owner(self.drafter, target)
+        self.head = linear_head(self.drafter, target)
         self.update = self.rows_drawn = self.skipped = self.skipped_in_row = 0
         self.log = RunLog(output, self.training.updates, is_main=self.accelerator.is_main_process)
 
@@ -158,7 +155,7 @@ class Trainer:
         relayed, losses = None, []
         decay: Any = stage.loss_decay or self.training.loss_decay  # the latter is resolved
         for round_index in range(1 + stage.relay_rounds):
-            head = head_rows(self.drafter, self.head_owner, candidate_ids)  # each round's gradient through its own rows
+            head = head_rows(self.drafter, self.head, candidate_ids)  # each round's gradient through its own rows
             with torch.autocast(self.target.device.type, torch.bfloat16, self.training.precision == "bfloat16"):
                 result = draft_round(
                     self.drafter, self.target, sequences, anchors, relayed, block_size=stage.block_size
@@ -168,7 +165,7 @@ class Trainer:
                 )
                 targets = self.candidates.relabel(targets)
                 hidden = self._corrected(sequences, anchors, result)
-                loss = decayed_cross_entropy(hidden, targets, head.weight, decay, self.drafter.shape_logits, head.bias)
+                loss = decayed_cross_entropy(hidden, targets, head, decay, self.drafter.shape_logits)
             if loss.requires_grad:  # the mask round has no gradient where only the relay is trained
                 (loss / self.training.gradient_accumulation).backward()
             losses.append(loss.detach())
