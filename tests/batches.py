@@ -3,18 +3,15 @@
 from functools import cache
 
 import torch
-from kit import plain_greedy, prompt_of, tiny_drafter, tiny_target
+from kit import PatternDrafter, decode, plain_greedy, prompt_of, shared_target, tiny_drafter
 
 LENGTHS = (7, 12, 1, 3, 12, 9, 2, 20)  # the fifth prompt equals the second
 SLACK = 8  # scripts know so much more than any row says
 
 
-_target = cache(tiny_target)
-
-
 def target_of(family: str = "llama"):
     """SDPA, because a padding row of an eager float64 mask is NaN (see `kit.tiny_target`)."""
-    return _target(family, attention="sdpa")
+    return shared_target(family, attention="sdpa")
 
 
 def prompt(row: int) -> torch.Tensor:
@@ -64,3 +61,40 @@ def said(row: int, new_tokens: int, eos=(), family: str = "llama") -> list[int]:
 def new_tokens_of(output, row: int, rows) -> list[int]:
     """What row `row` of a batch of `rows` says behind its prompt, padding included."""
     return output.sequences[row, max(LENGTHS[i] for i in rows) :].tolist()
+
+
+# -- three rows whose options differ: what each says alone has the batch's padding, which processors may read
+
+ROWS = (0, 1, 3)
+IDS, MASK = padded([prompt(row) for row in ROWS])
+WIDTH = IDS.shape[1]
+
+
+def alone(place: int, new_tokens: int, **options) -> torch.Tensor:
+    """Ids `[T]` of plain greedy decoding for one of the three rows."""
+    one = slice(place, place + 1)
+    return plain_greedy(target_of(), IDS[one], new_tokens, attention_mask=MASK[one], pad_token_id=0, **options)[0]
+
+
+def drafter_for(texts, drafter_class=PatternDrafter):
+    """A scripted drafter that follows `texts`, ids with padding, of the three rows; each is a step ahead of the last."""
+    drafter = tiny_drafter(target_of(), 8, drafter_class=drafter_class)
+    drafter.pattern, drafter.offset = [5, 1, 0, 3], 1
+    rows = zip(texts, ROWS, strict=True)
+    return drafter.follow_rows([(text[WIDTH - LENGTHS[row] :], LENGTHS[row]) for text, row in rows])
+
+
+def decode_three(drafter, new_tokens: int, **options):
+    """The output object of a call for the three rows."""
+    return decode(target_of(), drafter, IDS, new_tokens, attention_mask=MASK, **options)
+
+
+def new_ids(output, place: int) -> list[int]:
+    """Of one of the three rows, padding included."""
+    return output.sequences[place, WIDTH:].tolist()
+
+
+def padded_texts(texts) -> list[list[int]]:
+    """New tokens of `texts`, ids with padding, padded with 0 to the longest."""
+    longest = max(len(text) for text in texts) - WIDTH
+    return [text[WIDTH:].tolist() + [0] * (longest + WIDTH - len(text)) for text in texts]

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowDrafterConfig
+from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowDrafterConfig, DFlowGenerationConfig
 
 ROOT = Path(__file__).parents[1]  # of the repository
 VOCAB_SIZE = 64
@@ -188,8 +188,34 @@ def assert_shared_models_unchanged() -> None:
 
 
 def plain_greedy(target, input_ids: torch.Tensor, max_new_tokens: int, **kwargs):
-    """What `target` says alone: `[1, T + max_new_tokens]`, or the output object with `return_dict_in_generate`."""
+    """Plain greedy text: `[B, T + max_new_tokens]`, or the output object with `return_dict_in_generate`.
+
+    Without options, a shared target computes each text once in a process.
+    """
+    if not kwargs and any(target is model for model, _, _ in _SHARED):
+        return _shared_text(target, tuple(map(tuple, input_ids.tolist())), max_new_tokens).clone()
     return target.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False, **kwargs)
+
+
+@cache
+def _shared_text(target, rows: tuple[tuple[int, ...], ...], max_new_tokens: int) -> torch.Tensor:
+    return target.generate(torch.tensor(rows), max_new_tokens=max_new_tokens, do_sample=False)
+
+
+# Arguments of generate that are no fields of its configuration.
+_NO_FIELDS = (
+    "attention_mask", "cache", "logits_processor", "negative_prompt_ids", "past_key_values", "pixel_values",
+    "prefix_allowed_tokens_fn", "stopping_criteria", "streamer", "tokenizer",
+)  # fmt: skip
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the target's own law, unwarped
+
+
+def decode(target, drafter, input_ids: torch.Tensor, max_new_tokens: int, **options):
+    """The output object of a call with a [`DFlowGenerationConfig`] of `options`; greedy unless they say otherwise."""
+    arguments = {name: options.pop(name) for name in _NO_FIELDS if name in options}
+    fields = {"do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0, "max_new_tokens": max_new_tokens}
+    config = DFlowGenerationConfig(**{**fields, **options})
+    return target.generate(input_ids, assistant_model=drafter, generation_config=config, **arguments)
 
 
 def dflow_greedy(target, drafter, input_ids: torch.Tensor, **kwargs):
@@ -242,6 +268,11 @@ class RecordingStreamer(BaseStreamer):
 
     def end(self):
         self.ends += 1
+
+
+def our_warnings(caplog) -> list[str]:
+    """What the package has logged as warnings."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dflow")]
 
 
 def scripted(

@@ -1,8 +1,8 @@
 """The exact output law of the real loop by enumeration: the branches of a step, and how to drive the loop down one.
 
-`generate` runs unchanged except that its random numbers are chosen: `_Call._uniforms` hands out a tensor of NaN, and
-the entries that a draw is about to read are filled in once its law is known. What the loop reads, and where, is its own
-doing: numbers that reach the wrong draw take it off the branch, which every drive asserts.
+`generate` runs unchanged except that its random numbers are chosen: a step is handed a tensor of NaN, and the entries
+that a draw is about to read are filled in once its law is known. What the loop reads, and where, is its own doing:
+numbers that reach the wrong draw take it off the branch, which every drive asserts.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import internals
 import kit
 import numpy as np
 import torch
@@ -17,14 +18,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dflow import DFlowGenerationConfig
-from hf_dflow.generation import decoder, drafting, verification
 from hf_dflow.kernels import draw_tokens, verify_block
 
 VOCAB = 3
 PROMPT = torch.tensor([[1, 2, 1, 1]])  # no 0, which is the padding id
 FIRST_TOKEN = 2  # the prefill's; its law is not part of what is enumerated
 NEVER = 1e-15  # branches below this are rounding, and no float64 uniform leads there
-PLAIN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+PLAIN = kit.SAMPLED
 
 
 def three_token_target(seed: int = 0) -> GPT2LMHeadModel:
@@ -135,9 +135,7 @@ class Loop:
     def __init__(self, monkeypatch, target, drafter, *, alter=None, max_new_tokens: int = 16, **options):
         self.target, self.drafter, self.alter = target, drafter, alter or (lambda arguments: arguments)
         self.config = DFlowGenerationConfig(**{**PLAIN, "max_new_tokens": max_new_tokens, "pad_token_id": 0, **options})
-        monkeypatch.setattr(decoder._Call, "_uniforms", lambda call, rows, lengths: self._uniforms(max(lengths)))
-        monkeypatch.setattr(drafting, "draw_tokens", self._draw)
-        monkeypatch.setattr(verification, "verify_block", self._verify)
+        internals.script_random_numbers(monkeypatch, self._uniforms, self._draw, self._verify)
 
     def run(self, script: list[Branch]) -> list[Step]:
         """Prefill, then one step for each branch; asserts that the loop commits the branches' tokens and no others."""

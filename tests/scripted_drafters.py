@@ -5,21 +5,18 @@ alone (`follow`) and decide by absolute position what to propose. Tests import t
 """
 
 import torch
+from internals import watch_drafting_rows
 
 from hf_dflow import DFlowDrafter
-from hf_dflow.generation.drafting import DraftSession
-
-_draft = DraftSession.draft
 
 
-def _draft_and_tell(session, rows, *args):
-    """A drafter is not told which row is which; scripts need to know, as rows that have ended leave the batch."""
-    if isinstance(session.drafter, ScriptedDrafter):
-        session.drafter.drafting_rows = [row.index for row in rows]
-    return _draft(session, rows, *args)
+def _tell(drafter, rows: list[int]) -> None:
+    """A drafter does not know which row is which; scripts need to, as rows that have ended leave the batch."""
+    if isinstance(drafter, ScriptedDrafter):
+        drafter.drafting_rows = rows
 
 
-DraftSession.draft = _draft_and_tell
+watch_drafting_rows(_tell)
 
 
 class ScriptedDrafter(DFlowDrafter):

@@ -2,13 +2,13 @@
 
 import logging
 
+import internals
 import kit
 import pytest
 import torch
 from law import PLAIN, Loop, law_error, three_token_drafter, three_token_target
 
-from hf_dflow import AcceptanceProcessor, DFlowDecoder, DFlowGenerationConfig, UnsupportedGenerationError
-from hf_dflow.generation import feedback as feedback_module
+from hf_dflow import AcceptanceProcessor, DFlowDecoder, UnsupportedGenerationError
 
 EXACT = 1e-9
 BROKEN = 1e-3
@@ -16,7 +16,7 @@ RULES = ("token", "block")
 
 
 @pytest.fixture(scope="module")
-def target():
+def three_tokens():
     return three_token_target()
 
 
@@ -66,59 +66,56 @@ class Remembers(AcceptanceProcessor):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("processor", "block_size"), [(MixesFeedback, 2), (Recycles, 2), (Recycles, 3)])
-def test_any_draft_law_keeps_the_output_law(monkeypatch, target, rule, processor, block_size):
+def test_any_draft_law_keeps_the_output_law(monkeypatch, three_tokens, rule, processor, block_size):
     """Bug (A4): a law that enters sampling is not the one in ratio and residual; a recycled token counts as sampled."""
     MixesFeedback.steps_with_feedback = 0
-    drafter = three_token_drafter(target, block_size)
-    loop = Loop(monkeypatch, target, drafter, verification=rule, acceptance_processors=[processor()])
+    drafter = three_token_drafter(three_tokens, block_size)
+    loop = Loop(monkeypatch, three_tokens, drafter, verification=rule, acceptance_processors=[processor()])
     assert law_error(loop, 2, block_size - 1) < EXACT
     assert (MixesFeedback.steps_with_feedback > 0) == (processor is MixesFeedback)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_control_a_recycled_token_counted_as_sampled(monkeypatch, target, rule):
+def test_control_a_recycled_token_counted_as_sampled(monkeypatch, three_tokens, rule):
     """Control (A4): a law with weight elsewhere in place of the point mass must be seen."""
 
     def forget_the_point_mass(arguments):
         return {**arguments, "draft_logits": torch.zeros_like(arguments["draft_logits"])}
 
     loop = Loop(
-        monkeypatch, target, three_token_drafter(target), verification=rule, alter=forget_the_point_mass,
+        monkeypatch, three_tokens, three_token_drafter(three_tokens), verification=rule, alter=forget_the_point_mass,
         acceptance_processors=[Recycles()],
     )  # fmt: skip
     assert law_error(loop, 1) > BROKEN
 
 
-def test_what_is_not_lossy_is_never_asked(monkeypatch, target):
+def test_what_is_not_lossy_is_never_asked(monkeypatch, three_tokens):
     """Bug: acceptance that a processor changes without saying so."""
-    drafter = three_token_drafter(target)
-    loop = Loop(monkeypatch, target, drafter, verification="token", acceptance_processors=[MovesAcceptance()])
+    drafter = three_token_drafter(three_tokens)
+    loop = Loop(monkeypatch, three_tokens, drafter, verification="token", acceptance_processors=[MovesAcceptance()])
     assert law_error(loop, 1) < EXACT
 
 
-def test_a_threshold_breaks_the_law(monkeypatch, target):
+def test_a_threshold_breaks_the_law(monkeypatch, three_tokens):
     """Bug: a relaxed rule that is not applied, or is applied to the residual too and cannot be told from a fault."""
-    loop = Loop(monkeypatch, target, three_token_drafter(target), acceptance_threshold=0.05)
+    loop = Loop(monkeypatch, three_tokens, three_token_drafter(three_tokens), acceptance_threshold=0.05)
     assert law_error(loop, 1) > BROKEN
 
 
 def _generate(target, drafter, **options):
-    config = DFlowGenerationConfig(
-        **{**PLAIN, "max_new_tokens": 24, "return_dict_in_generate": True, "pad_token_id": 0, **options}
-    )
-    return target.generate(torch.tensor([[1, 2]]), assistant_model=drafter, generation_config=config)
+    return kit.decode(target, drafter, torch.tensor([[1, 2]]), 24, **{**PLAIN, **options})
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
-def test_a_threshold_is_announced(target, caplog, do_sample):
+def test_a_threshold_is_announced(three_tokens, caplog, do_sample):
     """Bug: text that is not the target's own, and no word of it."""
-    drafter = three_token_drafter(target)
+    drafter = three_token_drafter(three_tokens)
     with caplog.at_level(logging.WARNING, logger="hf_dflow"):
         torch.manual_seed(0)
-        lossless = _generate(target, drafter, do_sample=do_sample).statistics
+        lossless = _generate(three_tokens, drafter, do_sample=do_sample).statistics
         assert lossless.lossless and "LOSSY" not in str(lossless)
         assert "lossy" not in caplog.text
-        relaxed = _generate(target, drafter, do_sample=do_sample, acceptance_threshold=0.01).statistics
+        relaxed = _generate(three_tokens, drafter, do_sample=do_sample, acceptance_threshold=0.01).statistics
     assert not relaxed.lossless and not relaxed.per_row[0].lossless
     assert "LOSSY" in str(relaxed)
     assert "AcceptanceThreshold makes acceptance lossy" in caplog.text
@@ -126,21 +123,21 @@ def test_a_threshold_is_announced(target, caplog, do_sample):
     assert relaxed.draft_acceptance_rate > lossless.draft_acceptance_rate
 
 
-def test_a_threshold_is_refused_with_block_verification(target):
+def test_a_threshold_is_refused_with_block_verification(three_tokens):
     """Bug: a relaxed rule under block verification, which has no acceptance per token, silently does something else."""
     with pytest.raises(UnsupportedGenerationError, match="verification='token'"):
-        _generate(target, three_token_drafter(target), acceptance_threshold=0.1, verification="block")
+        _generate(three_tokens, three_token_drafter(three_tokens), acceptance_threshold=0.1, verification="block")
 
 
-def test_observe_is_told_each_step_and_forgets_with_the_call(target):
+def test_observe_is_told_each_step_and_forgets_with_the_call(three_tokens):
     """Bug (C4): what was learned in one call leaks into the next, or a step's outcome is told twice or never."""
-    processor, drafter = Remembers(), three_token_drafter(target)
+    processor, drafter = Remembers(), three_token_drafter(three_tokens)
     decoder = DFlowDecoder(drafter, acceptance_processors=[processor])  # generate copies a config, but not this
     sampling = {**PLAIN, "max_new_tokens": 24, "return_dict_in_generate": True, "pad_token_id": 0}
     for _ in range(2):
         Remembers.told = []
         torch.manual_seed(3)
-        statistics = target.generate(torch.tensor([[1, 2]]), custom_generate=decoder, **sampling).statistics
+        statistics = three_tokens.generate(torch.tensor([[1, 2]]), custom_generate=decoder, **sampling).statistics
         assert [count for count, _, _ in Remembers.told] == list(range(1, statistics.num_target_forwards + 1))
         told = [(drafted, accepted) for _, drafted, accepted in Remembers.told if drafted]
         known = list(zip(statistics.per_step_drafted, statistics.per_step_accepted, strict=True))
@@ -149,9 +146,8 @@ def test_observe_is_told_each_step_and_forgets_with_the_call(target):
     assert processor.own == 0
 
 
-def test_feedback_holds_the_rejected_rows_logits():
+def test_feedback_holds_the_rejected_rows_logits(target):
     """Bug: logits in the feedback that belong to other rows than its states: a calibration would learn noise."""
-    target = kit.tiny_target("llama")
     prompt = kit.prompt_of(7)
     seen = []
 
@@ -164,8 +160,7 @@ def test_feedback_holds_the_rejected_rows_logits():
             seen.append(["verified", draft, verification])
 
     drafter = kit.scripted(kit.PatternDrafter, target, prompt, 30, block_size=4, pattern=[1, 0, 3, 2])
-    config = DFlowGenerationConfig(acceptance_processors=[Watches()])
-    kit.dflow_greedy(target, drafter, prompt, max_new_tokens=30, generation_config=config)
+    kit.decode(target, drafter, prompt, 30, acceptance_processors=[Watches()])
     checked, lengths = 0, []
     for (_, draft, verification), after in zip(seen[2::2], seen[3::2], strict=False):
         accepted, feedback = int(verification.accepted_length), after[1]
@@ -182,18 +177,15 @@ def test_feedback_holds_the_rejected_rows_logits():
     assert {0, 1, 2, 3} <= set(lengths), "steps that reject all drafts, some of them, and none"
 
 
-def test_wide_logits_are_not_moved_for_nobody(monkeypatch):
+def test_wide_logits_are_not_moved_for_nobody(monkeypatch, target):
     """Bug: a relay that reads states alone, and yet lines up a vocabulary's width of logits in each step."""
-    target = kit.tiny_target()
-    drafter = kit.tiny_drafter(target, 6, target_layer_ids=[0, 1, 2])
-    moved, shift = [], feedback_module.shift_left
+    drafter, moved = kit.tiny_drafter(target, 6, target_layer_ids=[0, 1, 2]), []
 
     def watched(rows, *others):
         moved.append(rows.shape[-1])
         return shift(rows, *others)
 
-    monkeypatch.setattr(feedback_module, "shift_left", watched)
-    config = DFlowGenerationConfig(do_sample=False, max_new_tokens=20, stale_mixture=True)
-    target.generate(kit.prompt_of(5), generation_config=config, assistant_model=drafter)
+    shift = internals.replace_shift(monkeypatch, watched)
+    kit.decode(target, drafter, kit.prompt_of(5), 20, stale_mixture=True)
     features = len(drafter.config.target_layer_ids) * drafter.config.target_hidden_size
     assert features != target.config.vocab_size and set(moved) == {features}

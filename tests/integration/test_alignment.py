@@ -1,13 +1,11 @@
 """Which slot a rejected row feeds. Any alignment keeps the law and merely drafts worse, so no law test can see it."""
 
+import internals
 import kit
 import pytest
 import torch
 
-from hf_dflow import AcceptanceProcessor, DFlowGenerationConfig
-from hf_dflow.generation import feedback as feedback_module
-from hf_dflow.generation.drafting import DraftBlock, DraftSession
-from hf_dflow.generation.verification import Verification
+from hf_dflow import AcceptanceProcessor
 
 BLOCK_SIZE = 6
 FULL = BLOCK_SIZE - 1
@@ -42,11 +40,6 @@ class Watch(AcceptanceProcessor):
             self.steps.append((draft, verification))
             self.position += int(verification.accepted_length) + 1
         self.step += 1
-
-
-@pytest.fixture(scope="module")
-def target():
-    return kit.tiny_target("llama")
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +79,8 @@ def see_through_drafter(target, **overrides):
 def watch(target, drafter, text, pattern, max_new_tokens: int = 24, **options) -> Watch:
     """Greedy decoding whose first steps accept what `pattern` says; the text must come out unchanged."""
     watcher = Watch(text, pattern)
-    config = DFlowGenerationConfig(acceptance_processors=[watcher], **options)
     prompt = text[:, :PROMPT_LENGTH]
-    output = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=max_new_tokens, generation_config=config)
+    output = kit.decode(target, drafter, prompt, max_new_tokens, acceptance_processors=[watcher], **options)
     assert torch.equal(output.sequences, text[:, : PROMPT_LENGTH + max_new_tokens])
     return watcher
 
@@ -162,25 +154,15 @@ def test_feedback_of_a_row_is_what_it_would_be_alone(lengths):
     generator = torch.Generator().manual_seed(0)
     num_drafts, rows = max(lengths), len(lengths)
     counts = torch.tensor(lengths)
-    draft = DraftBlock(
-        token_ids=torch.randint(60, (rows, num_drafts), generator=generator),
-        logits=torch.randn(rows, num_drafts, 8, generator=generator),
-        is_finite=torch.ones(rows, dtype=torch.bool),
-        lengths=counts,
-    )
+    token_ids = torch.randint(60, (rows, num_drafts), generator=generator)
+    draft = internals.proposal(token_ids, torch.randn(rows, num_drafts, 8, generator=generator), lengths)
     for accepted in (counts, counts // 2, counts * 0):
-        verification = Verification(
-            accepted_length=accepted,
-            bonus_ids=torch.arange(rows),
-            raw_logits=torch.randn(rows, num_drafts + 1, 8, generator=generator),
-            scores=torch.zeros(rows, num_drafts + 1, 8),
-            features=torch.randn(rows, num_drafts + 1, 6, generator=generator),
-            is_number=torch.ones(rows, dtype=torch.bool),
-        )
-        together = feedback_module.make_feedback(draft, verification, lengths, accepted.tolist(), with_logits=True)
+        raw_logits, features = (torch.randn(rows, num_drafts + 1, width, generator=generator) for width in (8, 6))
+        verification = internals.verified(accepted, torch.arange(rows), raw_logits, features)
+        together = internals.feedback_of(draft, verification, lengths, accepted.tolist())
         for row, length in enumerate(lengths):
-            own = draft.row(row, length), verification.row(row, length)
-            alone = feedback_module.make_feedback(*own, [length], [int(accepted[row])], with_logits=True)
+            own = (internals.one_row(part, row, length) for part in (draft, verification))
+            alone = internals.feedback_of(*own, [length], [int(accepted[row])])
             found = together.row(row)
             last = together.select(torch.tensor([row]), [row])
             assert (found is None) == (alone is None) == (length == 0)
@@ -220,13 +202,11 @@ def test_near_the_length_limit(target, text, max_new_tokens):
 @pytest.mark.parametrize("offset", [-1, 1])
 def test_control_shifted_by_one(monkeypatch, target, text, offset):
     """Control: a relay that is one slot off must be seen."""
-    shift_left = feedback_module.shift_left
 
     def shifted(rows, shift, lengths):
-        moved, _ = shift_left(torch.roll(rows, -offset, dims=1), shift, lengths)
-        return moved, shift_left(rows, shift, lengths)[1]
+        return honest(torch.roll(rows, -offset, dims=1), shift, lengths)[0], honest(rows, shift, lengths)[1]
 
-    monkeypatch.setattr(feedback_module, "shift_left", shifted)
+    honest = internals.replace_shift(monkeypatch, shifted)
     drafter = see_through_drafter(target)
     wrong, _ = misaligned_slots(target, drafter, watch(target, drafter, text, [1, 2]))
     assert wrong > 2
@@ -238,18 +218,18 @@ def test_relay_is_replaced_never_accumulated(target, text):
     blocks = record_blocks(drafter)
     watcher = watch(target, drafter, text, [0, 0, 1, 0, FULL, 1])
     mask = drafter.embed(torch.tensor([kit.MASK_TOKEN_ID]), target.get_input_embeddings())
-    session = DraftSession.__new__(DraftSession)  # a fresh one knows no earlier step
-    session.drafter, session.embedding, session._mask_embeds = drafter, target.get_input_embeddings(), mask[None]
     assert torch.equal(blocks[0][0, 1:], mask.expand(FULL, -1))
     for (draft, verification), block in zip(watcher.steps, blocks[1:], strict=False):
         if draft.token_ids.shape[1] < FULL:
             break
-        feedback = feedback_module.make_feedback(
-            draft, verification, [FULL], verification.accepted_length.tolist(), with_logits=False
-        )
-        session._mask_embeds = mask[None].expand(1, FULL, -1)
-        expected = session._mask_embeds + session._relay_additions(feedback)
-        assert torch.equal(block[:, 1:], expected)
+        expected, accepted = mask.repeat(FULL, 1), int(verification.accepted_length)
+        if accepted < FULL:
+            rejected, first = verification.features[:, accepted + 1 :], draft.token_ids[:, accepted]
+            embedding = target.get_input_embeddings()
+            expected[: FULL - accepted] += drafter.relay_additions(rejected, verification.bonus_ids, first, embedding)[
+                0
+            ]
+        torch.testing.assert_close(block[0, 1:], expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("relay", ["zero", "random"])

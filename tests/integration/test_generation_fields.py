@@ -3,11 +3,9 @@
 A field that a new release of transformers adds makes this fail until somebody has found out which of the two it is.
 """
 
-from functools import cache
-
 import pytest
 import torch
-from kit import PatternDrafter, assert_not_vacuous, prompt_of, scripted, tiny_drafter, tiny_target, tiny_tokenizer
+from kit import PatternDrafter, assert_not_vacuous, plain_greedy, prompt_of, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import CompileConfig, GenerationConfig, __version__
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -16,9 +14,9 @@ PROMPT = prompt_of(9)
 FLOAT32 = 1e-4  # scores are float32, and a block sums in another order than single tokens
 NEWEST = "5.24"
 
-# Greedy text equals plain decoding's under the same options, which change it.
+# Greedy text and scores equal plain decoding's under the same options, which change the text.
 SAME = {
-    "bad_words_ids": {"bad_words_ids": [[27], [28], [24, 35]]},
+    "bad_words_ids": {"bad_words_ids": [[27], [28], [24, 35], [3, 4]]},
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(1, 64, 2))},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
@@ -26,16 +24,19 @@ SAME = {
     "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (6, 1.4), "eos_token_id": EOS},
     "forced_eos_token_id": {"forced_eos_token_id": EOS},
     "guidance_scale": {"guidance_scale": 1.7},
+    "guidance_scale, negative prompt": {"guidance_scale": 2.0, "negative_prompt_ids": prompt_of(4, seed=3)},
     "max_length": {"max_length": 9 + 17},
     "max_new_tokens": {"max_new_tokens": 17},
     "min_length": {"min_length": 18, "eos_token_id": EOS, "sequence_bias": [[[EOS], 6.0]]},
     "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": EOS, "sequence_bias": [[[EOS], 6.0]]},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "sequence_bias": [[[7], 2.5]]},
     "repetition_penalty": {"repetition_penalty": 1.5},
+    "repetition_penalty, several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [13, 28]},
     "sequence_bias": {"sequence_bias": [[[5], 2.5], [[5, 9], 2.0], [[20], -5.0]]},
     "stop_strings": {"stop_strings": ["My"], "tokenizer": tiny_tokenizer()},
     "suppress_tokens": {"suppress_tokens": list(range(0, 64, 3))},
     "watermarking_config": {"watermarking_config": {"bias": 3.0, "seeding_scheme": "lefthash"}},
+    "watermarking_config, selfhash": {"watermarking_config": {"bias": 3.0, "seeding_scheme": "selfhash"}},
 }
 # The same, by options that do not change the text.
 NEUTRAL = {
@@ -86,6 +87,7 @@ SAMPLED = {
     "epsilon_cutoff": {"epsilon_cutoff": 0.02},
     "eta_cutoff": {"eta_cutoff": 0.3},
     "num_return_sequences": {"num_return_sequences": 3},
+    "temperature, all": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
 }
 REFUSED = {
     "assistant_early_exit": ({"assistant_early_exit": 2}, "assistant_early_exit"),
@@ -112,7 +114,7 @@ def fields() -> set[str]:
 
 def test_every_field_is_here():
     """A new option that nobody has looked at, silently ignored."""
-    known = {*SAME, *NEUTRAL, *SAMPLED, *(name.split(",")[0] for name in REFUSED), *NOT_OPTIONS}
+    known = {name.split(",")[0] for name in (*SAME, *NEUTRAL, *SAMPLED, *REFUSED)} | NOT_OPTIONS
     assert fields() <= known, sorted(fields() - known)
     if __version__.startswith(NEWEST):
         assert known <= fields(), sorted(known - fields())
@@ -122,41 +124,42 @@ def present(names):
     return [name for name in names if name.split(",")[0] in fields()]
 
 
-@cache
-def default_text():
-    return tiny_target().generate(PROMPT, do_sample=False, max_new_tokens=NEW_TOKENS)
+def following(target, texts):
+    drafter = tiny_drafter(target, drafter_class=PatternDrafter)
+    drafter.pattern = [5, 1, 0, 3]
+    return drafter.follow_rows([(text, PROMPT.shape[1]) for text in texts])
 
 
 @pytest.mark.parametrize("name", present({**SAME, **NEUTRAL}))
-def test_same_result(name):
-    """An option that reaches plain decoding only; or a row of this table that shows nothing."""
-    target, options = tiny_target(), {**SAME, **NEUTRAL}[name]
+def test_same_result(name, target):
+    """An option that reaches plain decoding only, the bonus token only, or another prefix; or a row of this table that
+    shows nothing."""
+    options = {**SAME, **NEUTRAL}[name]
     length = {} if {"max_length", "max_new_tokens"} & set(options) else {"max_new_tokens": NEW_TOKENS}
     slack = {"max_new_tokens": NEW_TOKENS + 8} if name != "forced_eos_token_id" else length
     alone = {key: value for key, value in options.items() if not key.startswith(("output", "return", "max_"))}
     text = target.generate(PROMPT, do_sample=False, **alone, **slack)
-    drafter = scripted(PatternDrafter, target, PROMPT, 1, pattern=[5, 1, 0, 3]).follow(text, PROMPT.shape[1])
-    arguments = {**options, **length, "do_sample": False, "assistant_model": drafter, "speculation_type": "dflow"}
-    plain = target.generate(PROMPT, do_sample=False, **options, **length)
-    ours = target.generate(PROMPT, **arguments)
-    if not isinstance(plain, torch.Tensor):
-        for field in ("scores", "logits", "hidden_states", "attentions"):
-            assert (getattr(plain, field) is None) == (getattr(ours, field) is None) == (name != f"output_{field}")
-            torch.testing.assert_close(getattr(ours, field), getattr(plain, field), atol=FLOAT32, rtol=FLOAT32)
-        plain, ours = plain.sequences, ours.sequences
-    assert isinstance(ours, torch.Tensor) and torch.equal(ours, plain)
-    assert torch.equal(plain, default_text()) == (name in NEUTRAL)
-    assert_not_vacuous(target.generate(PROMPT, **{**arguments, "return_dict_in_generate": True}).statistics)
+    drafted = {"assistant_model": following(target, [text]), "speculation_type": "dflow"}
+    arguments = {**options, **length, "do_sample": False, "return_dict_in_generate": True}
+    if name in SAME:
+        arguments["output_scores"] = True
+    plain, ours = target.generate(PROMPT, **arguments), target.generate(PROMPT, **arguments, **drafted)
+    for field in ("scores", "logits", "hidden_states", "attentions"):
+        is_asked = f"output_{field}" in arguments
+        assert (getattr(plain, field) is None) == (getattr(ours, field) is None) != is_asked
+        torch.testing.assert_close(getattr(ours, field), getattr(plain, field), atol=FLOAT32, rtol=FLOAT32)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert torch.equal(plain.sequences, plain_greedy(target, PROMPT, NEW_TOKENS)) == (name in NEUTRAL)
+    assert_not_vacuous(ours.statistics)
 
 
 @pytest.mark.parametrize("name", present(SAMPLED))
-def test_same_law(name):
-    """A warper that reaches drafts or target only, or rows of one prompt that share a law by mistake."""
-    target, options = tiny_target(), {"do_sample": True, "top_k": 0, "temperature": 0.4, **SAMPLED[name]}
+def test_same_law(name, target):
+    """A warper that reaches drafts or target only, positions that swap their prefixes, or rows of one prompt that share
+    a law by mistake."""
+    options = {"do_sample": True, "top_k": 0, "temperature": 0.4, **SAMPLED[name]}
     options |= {"output_scores": True, "return_dict_in_generate": True}
-    drafter = tiny_drafter(target, drafter_class=PatternDrafter)
-    drafter.pattern = [5, 1, 0, 3]
-    drafter.follow_rows([(default_text(), PROMPT.shape[1])] * options.get("num_return_sequences", 1))
+    drafter = following(target, [plain_greedy(target, PROMPT, NEW_TOKENS)] * options.get("num_return_sequences", 1))
     torch.manual_seed(0)
     ours = target.generate(PROMPT, **options, max_new_tokens=12, assistant_model=drafter, speculation_type="dflow")
     assert ours.statistics.num_accepted_draft_tokens > 0
@@ -165,6 +168,7 @@ def test_same_law(name):
     for i, scores in enumerate(ours.scores):
         prefix = ours.sequences[:, : PROMPT.shape[1] + i]
         plain = target.generate(prefix, attention_mask=torch.ones_like(prefix), max_new_tokens=1, **options).scores[0]
+        assert torch.equal(scores.isfinite(), plain.isfinite())
         torch.testing.assert_close(scores, plain, atol=FLOAT32, rtol=FLOAT32)
         assert scores.gather(1, ours.sequences[:, prefix.shape[1]][:, None]).isfinite().all()
 
@@ -173,7 +177,7 @@ def test_same_law(name):
 def test_refused(name):
     """An option under which decoding silently goes another way, or fails in the middle."""
     target, calls = tiny_target(), []
-    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS)
+    drafter = tiny_drafter(target)
     target.model.register_forward_pre_hook(lambda *_: calls.append(1))
     options, words = REFUSED[name]
     with pytest.raises(ValueError, match=words) as error:

@@ -1,9 +1,8 @@
 """Greedy text is the target's own, token for token, whatever the drafter proposes and however much of it is right."""
 
-from functools import cache
-
 import pytest
 import torch
+from internals import PATIENCE
 from kit import (
     FAMILIES,
     HostileDrafter,
@@ -11,43 +10,38 @@ from kit import (
     OracleDrafter,
     PatternDrafter,
     assert_not_vacuous,
+    decode,
     dflow_greedy,
     plain_greedy,
     prompt_of,
     scripted,
     scripted_steps,
-    tiny_drafter,
-    tiny_target,
+    shared_drafter,
+    shared_target,
 )
 
-from hf_dflow import AcceptanceProcessor, DFlowDecoder, DFlowGenerationConfig
-from hf_dflow.generation.policy.pausing import PATIENCE
+from hf_dflow import AcceptanceProcessor, DFlowDecoder
 
+pytestmark = pytest.mark.oldest
 NEW_TOKENS = 48
 PROMPT = prompt_of(12)
 PATTERNS = {2: [1, 0, 1, 1], 4: [2, 0, 3, 1], 8: [3, 0, 7, 1, 5], 16: [9, 0, 2, 15, 1]}
-BLOCK_SIZES = tuple(PATTERNS)
+PAIRS = [(family, 8) for family in FAMILIES]
+PAIRS += [("llama", 2), ("llama", 4), ("llama", 16), ("gpt2", 2), ("gemma_sliding", 16), ("mistral_sliding", 4)]
 every_family = pytest.mark.parametrize("family", FAMILIES)
-every_block_size = pytest.mark.parametrize("block_size", BLOCK_SIZES)
+every_pair = pytest.mark.parametrize(("family", "block_size"), PAIRS)
 
 
-@cache
-def target_of(family):
-    return tiny_target(family)
-
-
-@cache
 def plain_text(family):
-    return plain_greedy(target_of(family), PROMPT, NEW_TOKENS)
+    return plain_greedy(shared_target(family), PROMPT, NEW_TOKENS)
 
 
 def run(family, drafter_class, block_size, **kwargs):
-    drafter = scripted(drafter_class, target_of(family), PROMPT, NEW_TOKENS, block_size=block_size, **kwargs)
-    return drafter, dflow_greedy(target_of(family), drafter, PROMPT, max_new_tokens=NEW_TOKENS)
+    drafter = scripted(drafter_class, shared_target(family), PROMPT, NEW_TOKENS, block_size=block_size, **kwargs)
+    return drafter, dflow_greedy(shared_target(family), drafter, PROMPT, max_new_tokens=NEW_TOKENS)
 
 
-@every_family
-@every_block_size
+@every_pair
 def test_partly_right_drafts(family, block_size):
     """Cache rows, positions or masks off by the accepted length; accepted lengths miscounted."""
     pattern = PATTERNS[block_size]
@@ -60,33 +54,30 @@ def test_partly_right_drafts(family, block_size):
     assert output.statistics.num_target_forwards == forwards
 
 
-@every_family
-@every_block_size
+@every_pair
 def test_right_drafts(family, block_size):
     """The bonus of a full acceptance dropped or doubled; a good draft not accepted to its end."""
-    new_tokens = 1 + 2 * block_size  # the prefill's token and two full blocks
-    drafter = scripted(OracleDrafter, target_of(family), PROMPT, new_tokens, block_size=block_size)
-    output = dflow_greedy(target_of(family), drafter, PROMPT, max_new_tokens=new_tokens)
-    assert torch.equal(output.sequences, plain_greedy(target_of(family), PROMPT, new_tokens))
+    target, new_tokens = shared_target(family), 1 + 2 * block_size  # the prefill's token and two full blocks
+    drafter = scripted(OracleDrafter, target, PROMPT, new_tokens, block_size=block_size)
+    output = dflow_greedy(target, drafter, PROMPT, max_new_tokens=new_tokens)
+    assert torch.equal(output.sequences, plain_greedy(target, PROMPT, new_tokens))
     assert output.statistics.per_step_accepted == [block_size - 1] * 2
     assert output.statistics.tokens_per_step == block_size
     assert output.statistics.draft_acceptance_rate == 1.0
 
 
-@every_family
-@every_block_size
+@every_pair
 def test_wrong_drafts(family, block_size):
     """A rejected draft in the output; rejected rows left in the target's cache."""
     drafter, output = run(family, HostileDrafter, block_size)
     assert torch.equal(output.sequences, plain_text(family))
     assert set(output.statistics.per_step_accepted) == {0}
     assert output.statistics.tokens_per_step == 1.0
-    # After so many steps in vain the drafter is asked once more in what is left of the text.
+    # After so many steps in vain the drafter is tried once more in the rest of the text.
     assert len(drafter.anchor_positions) == output.statistics.num_spec_steps == PATIENCE + 1
 
 
-@every_family
-@every_block_size
+@every_pair
 def test_real_drafter_with_relay(family, block_size):
     """Feedback that reaches the target's side; a draft cache that a real forward trips over."""
     drafter, output = run(family, NudgedDrafter, block_size)
@@ -98,40 +89,31 @@ def test_real_drafter_with_relay(family, block_size):
 @every_family
 def test_unscripted_drafter(family):
     """A scripted drafter that hides a fault of the real interface."""
-    output = dflow_greedy(target_of(family), tiny_drafter(target_of(family)), PROMPT, max_new_tokens=NEW_TOKENS)
+    output = dflow_greedy(shared_target(family), shared_drafter(family), PROMPT, max_new_tokens=NEW_TOKENS)
     assert torch.equal(output.sequences, plain_text(family))
 
 
-def lengths_with_relay(use_relay, relay, **options):
-    drafter = scripted(NudgedDrafter, target_of("llama"), PROMPT, NEW_TOKENS, relay=relay)
-    config = DFlowGenerationConfig(
-        use_relay=use_relay, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, pad_token_id=0, **options
-    )
-    output = target_of("llama").generate(PROMPT, assistant_model=drafter, generation_config=config)
-    assert torch.equal(output.sequences, plain_text("llama"))
-    assert_not_vacuous(output.statistics)
-    return output.statistics.per_step_accepted
-
-
 def test_relay_changes_drafts_and_nothing_else():
-    """A relay that is computed and thrown away, or applied when it is switched off."""
-    assert lengths_with_relay(True, "random") != lengths_with_relay(False, "random")
-    off = lengths_with_relay(False, "random")
-    assert off == lengths_with_relay(False, "zero")
+    """A relay that is computed and thrown away, applied when switched off, or not nothing at its initial zero."""
+
+    def lengths(use_relay, relay, **options):
+        drafter = scripted(NudgedDrafter, shared_target(), PROMPT, NEW_TOKENS, relay=relay)
+        output = decode(shared_target(), drafter, PROMPT, NEW_TOKENS, use_relay=use_relay, **options)
+        assert torch.equal(output.sequences, plain_text("llama"))
+        assert_not_vacuous(output.statistics)
+        return output.statistics.per_step_accepted
+
+    off = lengths(False, "random")
+    assert lengths(True, "random") != off == lengths(False, "zero") == lengths(True, "zero")
     # A processor asks for feedback; that must not switch the relay on.
-    assert off == lengths_with_relay(False, "random", acceptance_processors=[AcceptanceProcessor()])
-
-
-def test_zero_relay_is_no_relay():
-    """A relay at its initial zero that moves a slot's embedding all the same."""
-    assert lengths_with_relay(True, "zero") == lengths_with_relay(False, "zero")
+    assert off == lengths(False, "random", acceptance_processors=[AcceptanceProcessor()])
 
 
 @every_family
 @pytest.mark.parametrize("padding", [1, 5])
 def test_left_padding(family, padding):
     """Positions, features or masks that count padding: wrong text, or a script asked about the wrong position."""
-    target = tiny_target(family, dtype=torch.float32)  # see there
+    target = shared_target(family, dtype=torch.float32)  # see `tiny_target`
     input_ids = torch.cat([torch.zeros(1, padding, dtype=torch.long), PROMPT], dim=1)
     mask = torch.ones_like(input_ids)
     mask[:, :padding] = 0
@@ -146,7 +128,7 @@ def test_left_padding(family, padding):
 
 def test_left_padding_does_not_change_drafts():
     """Context features of padding rows handed to the drafter."""
-    target = tiny_target("llama", attention="sdpa")
+    target = shared_target(attention="sdpa")
     input_ids = torch.cat([torch.zeros(1, 5, dtype=torch.long), PROMPT], dim=1)
     mask = (torch.arange(input_ids.shape[1]) >= 5).long()[None]
     lengths = []
@@ -161,7 +143,7 @@ def test_left_padding_does_not_change_drafts():
 @every_family
 def test_prompt_of_one_token(family):
     """A prefill that is mistaken for a decoding step; an empty context."""
-    target, prompt = target_of(family), prompt_of(1)
+    target, prompt = shared_target(family), prompt_of(1)
     drafter = scripted(PatternDrafter, target, prompt, NEW_TOKENS, pattern=PATTERNS[8])
     output = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
     assert torch.equal(output.sequences, plain_greedy(target, prompt, NEW_TOKENS))
@@ -171,7 +153,7 @@ def test_prompt_of_one_token(family):
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
 def test_shorter_verification(num_draft_tokens):
     """A prefix of the block verified with rows or feedback of the whole block."""
-    target = target_of("gemma")
+    target = shared_target("gemma")
     drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERNS[8])
     decoder = DFlowDecoder(drafter, num_draft_tokens=num_draft_tokens)
     output = target.generate(

@@ -1,0 +1,266 @@
+"""What tests build or replace inside hf_dflow/generation, all of it here: a changed inner name is changed once.
+
+Most tests see what a caller sees and need none of this.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from hf_dflow.generation import _compat, decoder, drafting, feedback, mixture, pair, verification
+from hf_dflow.generation._compat import STATIC_IS_CROPPABLE, capture_features, is_croppable
+from hf_dflow.generation.cache import DraftCache
+from hf_dflow.generation.configuration import OPTION_NAMES, resolve_options
+from hf_dflow.generation.drafting import DraftBlock
+from hf_dflow.generation.feedback import StepLogits, VerifierFeedback
+from hf_dflow.generation.path import POSITION_INDEPENDENT, PURE, PathProcessor
+from hf_dflow.generation.policy import lengths, trees
+from hf_dflow.generation.policy.lengths import TRIAL, LengthPlanner, StepCosts, measure_step_costs, step_costs
+from hf_dflow.generation.policy.pausing import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, DraftPolicy
+from hf_dflow.generation.policy.trees import DraftTree, Worth, grow
+from hf_dflow.generation.strategy import WRAPPED
+from hf_dflow.generation.uniforms import cut as cut_uniforms
+from hf_dflow.generation.verification import Verification
+
+__all__ = [
+    "FIRST_PAUSE",
+    "LONGEST_PAUSE",
+    "OPTION_NAMES",
+    "PATIENCE",
+    "POSITION_INDEPENDENT",
+    "PURE",
+    "STATIC_IS_CROPPABLE",
+    "TRIAL",
+    "WRAPPED",
+    "DraftPolicy",
+    "DraftTree",
+    "LengthPlanner",
+    "StepCosts",
+    "Worth",
+    "capture_features",
+    "cut_uniforms",
+    "grow",
+    "is_croppable",
+    "measure_step_costs",
+    "resolve_options",
+    "step_costs",
+]
+
+MONITOR_LOGGER = "hf_dflow.generation.policy.monitor"
+needs_croppable_static = pytest.mark.skipif(
+    not STATIC_IS_CROPPABLE, reason="this transformers cannot crop static caches"
+)
+
+
+# -- data of a step
+
+
+def proposal(token_ids: torch.Tensor, logits: torch.Tensor, lengths: list[int] | None = None) -> DraftBlock:
+    """Drafts `[B, N]` with the law `[B, N, V]` that they were drawn from; row b counts `lengths[b]` of them."""
+    is_finite = torch.ones(len(token_ids), dtype=torch.bool)
+    counts = None if lengths is None or set(lengths) == {token_ids.shape[1]} else torch.tensor(lengths)
+    return DraftBlock(token_ids, logits, is_finite, counts)
+
+
+def one_row(step_data, row: int, length: int):
+    """A proposal or a verification of one row, as if it were alone."""
+    return step_data.row(row, length)
+
+
+def verified(accepted: torch.Tensor, bonus_ids: torch.Tensor, raw_logits: torch.Tensor, features: torch.Tensor):
+    """What a target forward decided: accepted lengths and bonus tokens `[B]` of logits `[B, N + 1, V]`."""
+    is_number = torch.ones(len(accepted), dtype=torch.bool)
+    return Verification(accepted, bonus_ids, raw_logits, torch.zeros_like(raw_logits), features, is_number)
+
+
+def feedback_of(proposal, verification, lengths: list[int], accepted: list[int]) -> VerifierFeedback | None:
+    """What the next step gets of this one, logits included."""
+    return feedback.make_feedback(proposal, verification, lengths, accepted, with_logits=True)
+
+
+def feedback_with(stale: torch.Tensor, accepted: int = 0) -> VerifierFeedback:
+    """Of a step with as many drafts as `stale` `[1, N, V]` has rows; its rejected rows are the first of those."""
+    slots = stale.shape[1]
+    before = torch.randn(1, 1 + accepted, stale.shape[2], dtype=stale.dtype)  # the anchor's and accepted drafts' rows
+    return VerifierFeedback(
+        features=torch.zeros(1, slots, 4),
+        is_fed=torch.arange(slots)[None] < slots - accepted,
+        bonus_ids=torch.tensor([0]),
+        rejected_ids=torch.tensor([1]),
+        accepted_length=torch.tensor([accepted]),
+        accepted=[accepted],
+        logits=StepLogits(torch.cat([before, stale[:, : slots - accepted]], dim=1), torch.zeros_like(stale)),
+    )
+
+
+# -- what a step is made to do
+
+
+def replace_shift(monkeypatch, replacement: Callable) -> Callable:
+    """Line rejected rows up by `replacement(rows, shift, lengths)`; returns what did it before."""
+    honest = feedback.shift_left
+    monkeypatch.setattr(feedback, "shift_left", replacement)
+    return honest
+
+
+def watch_drafting_rows(watch: Callable[[object, list[int]], None]) -> None:
+    """For the rest of the process: `watch(drafter, rows of the caller's batch)` before each drafter forward."""
+    draft = drafting.DraftSession.draft
+
+    def watched(session, rows, *args):
+        watch(session.drafter, [row.index for row in rows])
+        return draft(session, rows, *args)
+
+    drafting.DraftSession.draft = watched
+
+
+def corrupt_the_draft_law(monkeypatch) -> None:
+    """Hand verification other logits than the drafts were drawn from."""
+    draft = drafting.DraftSession.draft
+
+    def corrupted(session, *args):
+        block = draft(session, *args)
+        return replace(block, logits=-block.logits)
+
+    monkeypatch.setattr(drafting.DraftSession, "draft", corrupted)
+
+
+def relay_of_the_same_step(monkeypatch) -> None:
+    """Recompute the draft law from the target's rows of the very step that is being verified."""
+    draft, decide = drafting.DraftSession.draft, verification.Verifier.__call__
+    redraft = []
+
+    def remembered(session, rows, lengths, feedback, uniforms):
+        redraft.append(lambda peek: draft(session, rows, lengths, peek, None).logits)
+        return draft(session, rows, lengths, feedback, uniforms)
+
+    def peeking(verifier, rows, lengths, block, target_logits, features, uniforms, ends):
+        if block.token_ids.shape[1]:
+            peek = VerifierFeedback(
+                features=features[:, 1:],
+                is_fed=torch.ones_like(block.token_ids, dtype=torch.bool),
+                bonus_ids=rows[0].ids[:, -1],
+                rejected_ids=block.token_ids[:, 0],
+                accepted_length=torch.zeros_like(rows[0].ids[:, 0]),
+            )
+            block = replace(block, logits=redraft[-1](peek))
+        return decide(verifier, rows, lengths, block, target_logits, features, uniforms, ends)
+
+    monkeypatch.setattr(drafting.DraftSession, "draft", remembered)
+    monkeypatch.setattr(verification.Verifier, "__call__", peeking)
+
+
+def script_random_numbers(monkeypatch, uniforms: Callable, draw: Callable, verify: Callable) -> None:
+    """Let `uniforms(num_drafts)` hand out a step's numbers, `draw(logits, uniforms)` draft, and `verify(**kwargs)` judge."""
+    monkeypatch.setattr(decoder._Call, "_uniforms", lambda call, rows, lengths: uniforms(max(lengths)))
+    monkeypatch.setattr(drafting, "draw_tokens", draw)
+    monkeypatch.setattr(verification, "verify_block", verify)
+
+
+# -- lengths and trees
+
+
+def chosen_lengths(monkeypatch) -> list[int]:
+    """Every length that a planner chooses from now on."""
+    honest, lengths = LengthPlanner.choose, []
+
+    def choosing(self, confidences):
+        lengths.append(honest(self, confidences))
+        return lengths[-1]
+
+    monkeypatch.setattr(LengthPlanner, "choose", choosing)
+    return lengths
+
+
+def confidences_of_the_drafts(monkeypatch) -> None:
+    """Cut blocks by the probability of what was sampled."""
+
+    def of_the_drafts(block, is_sampled):
+        return block.logits.softmax(-1).gather(-1, block.token_ids[..., None])[..., 0]
+
+    monkeypatch.setattr(DraftBlock, "confidences", of_the_drafts)
+
+
+def confidences_behind_the_drafts(monkeypatch) -> None:
+    """Cut blocks by the slots' laws behind the drafts that were sampled before them."""
+    honest = DraftBlock.confidences
+    monkeypatch.setattr(DraftBlock, "confidences", lambda block, is_sampled: honest(block, False))
+
+
+def measured_costs(target) -> dict:
+    """Costs that were measured for `target`, by drafter and devices."""
+    return lengths._MEASURED[target]
+
+
+def one_child_for_each_node(monkeypatch) -> None:
+    monkeypatch.setattr(trees, "CHILDREN", 1)
+
+
+# -- caches
+
+
+def no_holes(monkeypatch) -> None:
+    """Let no target hold rows that advance at their own pace."""
+    monkeypatch.setattr(_compat, "holds_holes", lambda *_: False)
+
+
+def holds_holes(target) -> bool:
+    """Whether rows of a batch can advance at their own pace in a dynamic cache of `target`."""
+    return _compat.holds_holes(target, _compat.DynamicCache(config=target.config.get_text_config()))
+
+
+def watch_draft_caches(monkeypatch) -> list:
+    """Weak references to the draft caches of all calls from now on."""
+    caches, init = [], DraftCache.__init__
+
+    def remembered(cache, *args, **kwargs):
+        init(cache, *args, **kwargs)
+        caches.append(weakref.ref(cache))
+
+    monkeypatch.setattr(DraftCache, "__init__", remembered)
+    return caches
+
+
+def draft_cache_numbers(drafter, features: torch.Tensor, counts: list[int]) -> int:
+    """How many numbers a draft cache keeps of context features `[B, T, taps * H]`, of which row b has `counts[b]`."""
+    cache = DraftCache(drafter, len(counts))
+    cache.append_context(features, [0] * len(counts), counts)
+    return sum(part.numel() for pair in cache._buffers for part in pair)
+
+
+# -- processors, mixture and pairs
+
+
+def path_processor(*processors) -> PathProcessor:
+    return PathProcessor(LogitsProcessorList(processors))
+
+
+def mixture_looks_at(monkeypatch, num_tokens: int) -> None:
+    """Of a rejected row, the mixture looks at its `num_tokens` likeliest."""
+    monkeypatch.setattr(mixture, "TOP_K", num_tokens)
+
+
+def mixture_counts(processor) -> tuple[float, float]:
+    """What a mixture counted online beyond what it began with, and how many slots' weights it mixed last (-1: none)."""
+    began = mixture.NUM_BUCKETS * mixture.PRIOR_COUNT
+    return float(processor._counts.sum()) - began
+
+
+def mixed_slots(processor) -> int | None:
+    """How many slots a mixture mixed in its last step; `None` where no row was rejected before it."""
+    return None if processor._mixed is None else int((processor._mixed.weights > 0).sum())
+
+
+def pair_warnings(monkeypatch) -> list[str]:
+    """What the pair check warns of; each text counts once, as `warning_once` has it."""
+    texts: list[str] = []
+    monkeypatch.setattr(pair.logger, "warning_once", lambda text: text in texts or texts.append(text))
+    return texts
+
+
+def may_be_padding(drafter_config, target_config) -> bool:
+    return pair._may_be_padding(drafter_config, target_config)
