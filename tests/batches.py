@@ -77,7 +77,7 @@ def alone(place: int, new_tokens: int, **options) -> torch.Tensor:
 
 
 def drafter_for(texts, drafter_class=PatternDrafter):
-    """A scripted drafter that follows `texts`, ids with padding, of the three rows; each is a step ahead of the last."""
+    """A drafter that follows `texts`, ids with padding, of the three rows; each row is a step ahead of the last."""
     drafter = tiny_drafter(target_of(), 8, drafter_class=drafter_class)
     drafter.pattern, drafter.offset = [5, 1, 0, 3], 1
     rows = zip(texts, ROWS, strict=True)

@@ -155,7 +155,7 @@ def relay_of_the_same_step(monkeypatch) -> None:
 
 
 def script_random_numbers(monkeypatch, uniforms: Callable, draw: Callable, verify: Callable) -> None:
-    """Let `uniforms(num_drafts)` hand out a step's numbers, `draw(logits, uniforms)` draft, and `verify(**kwargs)` judge."""
+    """`uniforms(num_drafts)` hands out a step's numbers, `draw(logits, uniforms)` drafts, `verify(**kwargs)` judges."""
     monkeypatch.setattr(decoder._Call, "_uniforms", lambda call, rows, lengths: uniforms(max(lengths)))
     monkeypatch.setattr(drafting, "draw_tokens", draw)
     monkeypatch.setattr(verification, "verify_block", verify)

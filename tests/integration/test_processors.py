@@ -44,7 +44,7 @@ def following(drafter_class, target, text, prompt=PROMPT, **options):
 
 
 class Clairvoyant(AcceptanceProcessor):
-    """Drafts from the target's own law along its likeliest continuation, so that sampled drafts are accepted as well."""
+    """Drafts from the target's own law along its likeliest continuation: sampled drafts are then accepted as well."""
 
     def __init__(self, target, prompt):
         self.target, self.prefix = target, prompt
