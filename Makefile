@@ -52,7 +52,7 @@ bench: $(VENV)/.stamp  ## counts of all strategies on code and chat, greedy and 
 bench-full: $(VENV)/.stamp  ## the same over all tasks, the record that README prints; a quarter of an hour; run it when nothing else runs
 	$(VENV)/bin/hf-dflow bench run --temperature 0 --temperature 1 --verification token --verification block \
 		--output-tokens 32 --json docs/results/bench.json --plot docs/results/bench.png
-	$(VENV)/bin/python -m experiments.tables README.md
+	$(VENV)/bin/python -m experiments.tables docs README.md model_cards
 
 bench-loop: $(VENV)/.stamp  ## the loop against transformers' own DFlash loop; run it when nothing else runs
 	$(VENV)/bin/python -m experiments.loop

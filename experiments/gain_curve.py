@@ -5,7 +5,6 @@ nothing is measured. Beside the gain over DFlash, which training over several ro
 relay's own: the gain over a drafter that was trained over as many rounds without one.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from experiments.common import markdown_table, read_json, write_record
 from hf_dflow.console import writable
 from hf_dflow.errors import DFlowError
 
@@ -161,14 +161,13 @@ def _draw(panel: Any, gains: list[float], points: list[Point], axis: str, of: st
 
 def as_markdown(points: list[Point]) -> str:
     """The points as a table, as the documentation prints them."""
-    names = ("pair, task", "re-convergence", "rescue rate", "largest gain", "DFlash", "gain", "over multi_round")
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    rows = []
     for point in points:
         shares = (f"{value:.1%}" for value in (point.re_convergence, point.rescue_rate, point.largest_gain))
         gains = (_cell(point.gain, point.interval_95), _cell(point.relay_gain, point.relay_interval_95))
-        cells = [f"{point.pair}, {point.task}", *shares, f"{point.dflash_tokens_per_step:.2f}", *gains]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([f"{point.pair}, {point.task}", *shares, f"{point.dflash_tokens_per_step:.2f}", *gains])
+    headings = ("pair, task", "re-convergence", "rescue rate", "largest gain", "DFlash", "gain", "over multi_round")
+    return markdown_table(headings, rows)
 
 
 def _cell(gain: float | None, interval: tuple[float, float] | None) -> str:
@@ -187,13 +186,13 @@ def main(
     """Gather the points of all records, say how the gain goes with each axis, and draw them."""
     if output.suffix != ".json":
         raise DFlowError(f"{output}: give a name that ends in .json; the picture takes the same name with .png")
-    points = [point for path in lab or [] for point in _points(str(path), lab_points, _read(path))]
+    points = [point for path in lab or [] for point in _points(str(path), lab_points, read_json(path))]
     for given in pair or []:
         name, _, files = given.partition("=")
         evaluation, _, probe = files.partition(",")
         if not (name and evaluation and probe):
             raise DFlowError(f"--pair {given}: give NAME=EVALUATION.json,PROBE.json")
-        points += _points(given, partial(pair_points, name), _read(Path(evaluation)), _read(Path(probe)))
+        points += _points(given, partial(pair_points, name), read_json(Path(evaluation)), read_json(Path(probe)))
     if len(points) < 2:
         raise DFlowError(f"{len(points)} points are no curve; give --lab or --pair with more tasks")
     found, of_relay = correlations(points), correlations(points, "relay_gain")
@@ -202,7 +201,7 @@ def main(
         "correlation_with_gain": found,
         "correlation_with_relay_gain": of_relay,
     }
-    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(output, record)
     plot(points, output.with_suffix(".png"))
     typer.echo(as_markdown(points))
     for axis, label in AXES.items():
@@ -215,13 +214,6 @@ def _points(where: str, read: Callable[..., list[Point]], *records: dict[str, An
         return read(*records)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DFlowError(f"{where}: no record of the kind that this option takes ({error!r})") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DFlowError(f"{path}: no JSON record ({error})") from error
 
 
 if __name__ == "__main__":

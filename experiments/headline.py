@@ -17,13 +17,14 @@ import numpy as np
 import torch
 import typer
 
+from experiments.common import RESULTS, markdown_table, with_interval
 from experiments.lab import corpora
 from experiments.lab.experiment import DrafterRecipe, Lab, has_relay, measure, prepare_lab, train
 from experiments.lab.target import TargetRecipe
 from hf_dflow.bench.report import run_conditions
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
-RECORD = Path("docs/results/headline.jsonl")
+RECORD = RESULTS / "headline.jsonl"
 KINDS = ("dflash", "multi_round", "dflow")
 RELAY_OFF = "dflow, relay off"
 COMPARISONS = (("dflow", "dflash"), ("dflow", "multi_round"), (RELAY_OFF, "multi_round"))
@@ -129,7 +130,7 @@ def run(
 
 def counts_array(runs: dict[RunKey, dict[str, Any]]) -> dict[tuple[int, int], dict[str, np.ndarray]]:
     """`{(target seed, drafter seed): {kind: [2, prompts] tokens and steps}}` of the prompts that all runs answered."""
-    common = set.intersection(*(set(entry["prompts"]) for entry in runs.values()))
+    common = set.intersection(*(set(entry["prompts"]) for entry in runs.values())) if runs else set()
     cells: dict[tuple[int, int], dict[str, np.ndarray]] = {}
     for key, entry in runs.items():
         place = {prompt: index for index, prompt in enumerate(entry["prompts"]) if prompt in common}
@@ -211,20 +212,13 @@ def summarise(runs: dict[RunKey, dict[str, Any]]) -> dict[str, Any]:
 
 def as_markdown(summary: dict[str, Any]) -> str:
     """The comparisons as a table."""
-    lines = [
-        "| comparison | targets × seeds | tokens per step longer by | least and most of a run |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for name, entry in summary["comparisons"].items():
-        low, high = entry["gain"]["interval_95"]
-        gains = entry["gain_by_run"].values()
-        seeds = entry["seeds_by_target"]
-        design_text = f"{entry['targets']} × {seeds[0]}" if len(set(seeds)) == 1 else " + ".join(map(str, seeds))
-        lines.append(
-            f"| {name} | {design_text} | {entry['gain']['value']:+.1%} [{low:+.1%}, {high:+.1%}] "
-            f"| {min(gains):+.1%}, {max(gains):+.1%} |"
-        )
-    return "\n".join(lines)
+        seeds, gains = entry["seeds_by_target"], entry["gain_by_run"].values()
+        is_complete = len(set(seeds)) == 1
+        design_text = f"{entry['targets']} × {seeds[0]}" if is_complete else " + ".join(map(str, seeds))
+        rows.append([name, design_text, with_interval(entry["gain"], "+.1%"), f"{min(gains):+.1%} … {max(gains):+.1%}"])
+    return markdown_table(("comparison", "targets × seeds", "tokens per step longer by", "of single runs"), rows)
 
 
 @app.command()

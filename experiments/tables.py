@@ -1,89 +1,366 @@
-"""Tables of a document that are made from records beside it, so that no figure is typed.
+"""`python -m experiments.tables docs README.md`: the tables of documents, made from the records in docs/results.
 
-A table stands between `<!-- bench: PATH -->` and `<!-- /bench -->`, PATH being relative to the document.
+A table stands between `<!-- table: NAME -->` and `<!-- end table -->`; the names are those of `TABLES`.
 """
 
-import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from experiments import gain_curve, headline
+from experiments.common import RESULTS, markdown_table, read_json, with_interval
+from experiments.lab import report as lab
+from experiments.lab.variants import VARIANTS
+from hf_dflow.console import errors_in_words
 from hf_dflow.errors import DFlowError
 
-BLOCK = re.compile(r"(<!-- bench: (?P<path>\S+) -->\n)(?P<table>.*?)(<!-- /bench -->)", re.DOTALL)
-FIGURES = "tokens per step", "accepted", "std", "forwards per token", "p50, s", "p95, s", "tokens/s"
-HEADINGS = ("mode", "strategy", *FIGURES)
+BLOCK = re.compile(
+    r"^(?P<begin><!-- table: (?P<name>\S+) -->\n)(?P<table>.*?)^(?P<end><!-- end table -->)$", re.DOTALL | re.MULTILINE
+)
+MARKER = re.compile(r"^<!-- (?:table: \S+|end table) -->$", re.MULTILINE)
+PROMPT_SETS = {
+    "eval-chat": ("ShareGPT", "24 held-out ShareGPT prompts"),
+    "eval-training-kinds": ("kinds seen", "16 held out, kinds seen in training"),
+    "eval-other-kinds": ("other wording", "24 of other wording, six tasks"),
+    "eval-human-eval": ("HumanEval", "12 of HumanEval"),
+}
+DRAFTER_KINDS = ("dflash", "multi_round", "dflow, relay off", "dflow")
+CLASSIC_BASELINE = {  # contestant -> label, forwards of the drafter a step
+    "dflash-equal": ("DFlash, as many updates", 1),
+    "dflow": ("DFlow, as many updates", 1),
+    "autoregressive": ("autoregressive, as many updates", 7),
+    "bundled, relay off": ("the bundled drafter (5,400 updates, causal correction), relay off", 1),
+    "bundled": ("the bundled drafter", 1),
+}
+LEARNING_CURVE = (
+    "600, block 8 from the start (an earlier run: γ 4, distillation 0.5)",
+    "700, block 2",
+    "+ 900, block 4",
+    "+ 900, block 4 again",
+    "+ 300, block 8",
+    "+ 600, block 4 a third time",
+    "+ 1,500, block 4, with the causal correction",
+    "+ 300, block 8",
+)
+LAB_CORPORA = ("airports", "characters", "source-code", "documentation")
+SHARES = ("re_convergence", "rescue_rate", "largest_gain")
 
 
-def render(text: str, folder: Path) -> str:
-    """`text` with every table made anew.
-
-    Raises:
-        DFlowError: There is no such table, or a record that it names cannot be read.
-    """
-    if not BLOCK.search(text):
-        raise DFlowError("no table to fill: put <!-- bench: PATH.json --> and <!-- /bench --> on lines of their own")
-
-    def fill(match: re.Match) -> str:
-        path = folder / match["path"]
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            return f"{match[1]}{as_markdown(record)}\n{match[4]}"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DFlowError(f"{path}: no record of `hf-dflow bench run` ({error!r})") from error
-
-    return BLOCK.sub(fill, text)
+def record(name: str) -> Any:
+    """The committed record `docs/results/NAME.json`."""
+    return read_json(RESULTS / f"{name}.json")
 
 
-def as_markdown(record: dict[str, Any]) -> str:
-    """The table over all tasks, and one line of conditions; figures by task are in the record and in the report."""
-    lines = ["", "| " + " | ".join(HEADINGS) + " |", "|---" * len(HEADINGS) + "|"]
-    for mode, found in record["modes"].items():
-        for name, times in found["latency"].items():
-            cells = [mode, name, *_cells(found["all"]["contestants"].get(name), times)]
-            lines.append("| " + " | ".join(cells) + " |")
-        for name, reason in found.get("not_run", {}).items():
-            cells = [mode, name, f"not run: {reason}", *["–"] * (len(FIGURES) - 1)]
-            lines.append("| " + " | ".join(cells) + " |")
-    said = record["conditions"]
-    same = record["identity"]
-    at_a_time = ("one" if said["concurrency"] == 1 else f"batches of {said['concurrency']}") + " at a time"
-    texts = ", ".join(f"{name} {count}" for name, count in same["identical_to_plain"].items())
-    lines += [
-        "",
-        f"{said['target']}, drafter {said['drafter']} with blocks of {said['block_size']}; {said['prompts']} prompts, "
-        f"{said['output_tokens']} new tokens at most, {said['dtype']}, {said['threads']} threads, {at_a_time}; "
-        f"{said['measuring']}. Greedy texts equal to the target's own, of {same['compared_with_plain']}: {texts}.",
-        "",
-    ]
-    return "\n".join(lines)
+def _greedy(name: str) -> dict[str, Any]:
+    return record(name)["modes"]["T=0"]["all"]
 
 
-def _cells(counts: dict[str, Any] | None, times: dict[str, Any]) -> list[str]:
+# -- the real pair
+
+
+def strategies() -> str:
+    """Every strategy of `hf-dflow bench run`."""
+    return strategies_of(record("bench"))
+
+
+def strategies_of(found: dict[str, Any]) -> str:
+    """The record of a `hf-dflow bench run` over all tasks, with its conditions below."""
+    figures = ("tokens per step", "accepted", "std", "forwards per token", "p50, s", "p95, s", "tokens/s")
+    rows = []
+    for mode, group in found["modes"].items():
+        contestants = group["all"]["contestants"]
+        rows += [[mode, name, *_strategy(contestants.get(name), times)] for name, times in group["latency"].items()]
+        for name, reason in group.get("not_run", {}).items():
+            rows.append([mode, name, f"not run: {reason}", *["–"] * (len(figures) - 1)])
+    conditions, identity = found["conditions"], found["identity"]
+    concurrency = conditions["concurrency"]
+    at_a_time = "one at a time" if concurrency == 1 else f"batches of {concurrency} at a time"
+    texts = ", ".join(f"{name} {count}" for name, count in identity["identical_to_plain"].items())
+    return (
+        markdown_table(("mode", "strategy", *figures), rows)
+        + f"\n\n{conditions['target']}, drafter {conditions['drafter']} with blocks of {conditions['block_size']}; "
+        f"{conditions['prompts']} prompts, {conditions['output_tokens']} new tokens at most, {conditions['dtype']}, "
+        f"{conditions['threads']} threads, {at_a_time}; {conditions['measuring']}. Greedy texts equal to the target's "
+        f"own, of {identity['compared_with_plain']}: {texts}."
+    )
+
+
+def _strategy(counts: dict[str, Any] | None, times: dict[str, Any]) -> list[str]:
     drafted = ["1", "–", "–"]
     if counts is not None:
-        found = counts["tokens_per_step"]
-        low, high = found["interval_95"]
         drafted = [
-            f"{found['value']:.2f} [{low:.2f}, {high:.2f}]",
+            with_interval(counts["tokens_per_step"], ".2f"),
             f"{counts['draft_acceptance_rate']:.1%}",
             f"{counts['accepted_length_std']:.2f}",
         ]
     seconds = times["latency_seconds"]
-    rest = [times["target_forwards_per_token"], seconds["p50"], seconds["p95"], times["effective_tps_with_bonus"]]
-    forms = ("{:.3f}", "{:.2f}", "{:.2f}", "{:.1f}")
-    return [*drafted, *(form.format(value) for form, value in zip(forms, rest, strict=True))]
+    return [
+        *drafted,
+        f"{times['target_forwards_per_token']:.3f}",
+        f"{seconds['p50']:.2f}",
+        f"{seconds['p95']:.2f}",
+        f"{times['effective_tps_with_bonus']:.1f}",
+    ]
+
+
+def prompt_sets() -> str:
+    """DFlow beside DFlash on four sets of prompts."""
+    rows = []
+    for name, (_, label) in PROMPT_SETS.items():
+        group, identity = _greedy(name), record(name)["identity"]
+        pair = [group["contestants"][kind] for kind in ("dflash", "dflow")]
+        rows.append(
+            [
+                label,
+                *(with_interval(one["tokens_per_step"], ".2f") for one in pair),
+                with_interval(group["differences"]["dflow - dflash"]["gain"], "+.1%"),
+                " / ".join(f"{one['accepted_length_std']:.2f}" for one in pair),
+                " / ".join(f"{one['draft_acceptance_rate']:.1%}" for one in pair),
+                " / ".join(f"{one['target_forwards_per_token']:.2f}" for one in pair),
+                f"{min(identity['identical_to_plain'].values())} of {identity['compared_with_plain']}",
+            ]
+        )
+    headings = ("prompts", "DFlash", "DFlow", "gain, paired", "std of accepted length", "drafts accepted")
+    return markdown_table((*headings, "target forwards per token", "text = plain, of those compared"), rows)
+
+
+def drafter_kinds() -> str:
+    """Tokens per step of equally trained kinds of drafters on four sets of prompts."""
+    rows = []
+    for kind in DRAFTER_KINDS:
+        contestants = [_greedy(name)["contestants"][kind] for name in PROMPT_SETS]
+        rows.append([kind, *(with_interval(one["tokens_per_step"], ".2f") for one in contestants)])
+    return markdown_table(("drafter", *(short for short, _ in PROMPT_SETS.values())), rows)
+
+
+def sampled() -> str:
+    """DFlow beside DFlash at temperature 1."""
+    rows = []
+    for mode, groups in record("eval-sampled")["modes"].items():
+        pair = [groups["all"]["contestants"][kind]["tokens_per_step"] for kind in ("dflash", "dflow")]
+        gain = groups["all"]["differences"]["dflow - dflash"]["gain"]
+        rows.append([mode, *(with_interval(one, ".2f") for one in pair), with_interval(gain, "+.1%")])
+    return markdown_table(("sampling", "DFlash", "DFlow", "gain, paired"), rows)
+
+
+def classic_baseline() -> str:
+    """The classic draft model beside block drafters."""
+    contestants = _greedy("eval-autoregressive")["contestants"]
+    rows = [
+        [
+            label,
+            with_interval(contestants[name]["tokens_per_step"], ".2f"),
+            str(forwards),
+            with_interval(contestants[name]["speed_up"], ".2f"),
+        ]
+        for name, (label, forwards) in CLASSIC_BASELINE.items()
+    ]
+    headings = ("drafter", "tokens per step", "forwards of the drafter a step", "times as fast as plain decoding")
+    return markdown_table(headings, rows)
+
+
+def learning_curve() -> str:
+    """The bundled drafter after each stage of its training."""
+    rows = []
+    for label, found in zip(LEARNING_CURVE, _greedy("eval-curve")["contestants"].values(), strict=True):
+        first, second = [*found["acceptance_rate_per_position"], 0][:2]
+        rows.append([label, with_interval(found["tokens_per_step"], ".2f"), f"{first:.1%}", f"{second:.1%}"])
+    return markdown_table(("updates", "tokens per step", "first draft accepted", "two accepted"), rows)
+
+
+def servers() -> str:
+    """What `hf-dflow bench endpoint` measured."""
+    rows = []
+    for found in record("endpoints"):
+        load, times, drafts = found["all"], found["all"]["latency"], found["acceptance"]
+        accepted = ["–", "–"]
+        if drafts is not None:
+            accepted = [f"{drafts['tokens_per_step']:.2f}", f"{drafts['draft_acceptance_rate']:.1%}"]
+        rows.append(
+            [
+                found["conditions"]["server"].split(",")[0],
+                str(found["conditions"]["concurrency"]),
+                f"{load['outcomes'].get('ok', 0)} of {load['requests']}",
+                *(f"{times['latency_seconds'][key]:.1f}" for key in ("p50", "p95")),
+                f"{times['first_token_seconds']['p50']:.1f}",
+                f"{load['effective_tps_with_bonus']:.1f}",
+                *accepted,
+            ]
+        )
+    headings = ("server", "requests at a time", "whole answers", "p50 s", "p95 s", "first token s", "tokens/s")
+    return markdown_table((*headings, "tokens per step", "drafts accepted"), rows)
+
+
+# -- the feedback's decisions
+
+
+def decisions(name: str, mode: str = "T=0") -> str:
+    """Ways to decode, each against the first."""
+    group = record(f"decisions-{name}")["modes"][mode]["all"]
+    first, *_ = group["contestants"]
+    rows = []
+    for way, found in group["contestants"].items():
+        gain = "" if way == first else with_interval(group["differences"][f"{way} - {first}"]["gain"], "+.1%")
+        steps = with_interval(found["tokens_per_step"], ".2f")
+        rows.append([way, steps, f"{found['target_forwards_per_token']:.2f}", gain])
+    return markdown_table(("way", "tokens per step", "target forwards per token", "gain over the first"), rows)
+
+
+def lengths() -> str:
+    """Milliseconds a token, by the cost of forwards, of fixed lengths and of the adaptive one."""
+    costs = record("decisions-length")["modes"]["T=0"]["modelled_seconds_per_token"]
+    rows, names = [], []
+    for task, seconds in costs["by_task"].items():
+        fixed = {name: value for name, value in seconds.items() if name.endswith("drafts")}
+        names = [name.replace("1 drafts", "1 draft") for name in fixed]
+        cells = [f"{1e3 * value:.0f}" for value in (costs["plain"], *fixed.values(), seconds["adaptive"])]
+        rows.append([task, *cells, f"{min(fixed.values()) / seconds['adaptive'] - 1:+.1%}"])
+    return markdown_table(("task", "plain", *names, "adaptive", "over the best fixed"), rows)
+
+
+def switches(name: str, mode: str = "T=0") -> str:
+    """Switches alone and together: steps, speed, and milliseconds a token by the cost of forwards."""
+    groups = record(f"decisions-{name}")["modes"][mode]
+    by_task = groups["modelled_seconds_per_token"]["by_task"]
+    tasks = ["all", *(task for task in by_task if task != "all")]
+    rows = []
+    for chosen, found in groups["all"]["contestants"].items():
+        cells = [with_interval(found[key], ".2f") for key in ("tokens_per_step", "speed_up")]
+        rows.append([chosen, *cells, *(f"{1e3 * by_task[task][chosen]:.0f}" for task in tasks)])
+    headings = ("switches", "tokens per step", "times as fast as plain", "ms a token by cost: all")
+    return markdown_table((*headings, *tasks[1:]), rows)
+
+
+# -- the lab
+
+
+def lab_record(corpus: str) -> dict[str, Any]:
+    """The runs of one lab corpus, summarised."""
+    return record(f"lab-{corpus}")["corpora"][f"{corpus}-b8"]
+
+
+def is_variant(name: str) -> bool:
+    """Whether a kind, or a pair of kinds, is of a relay that was trained otherwise."""
+    return name.startswith(tuple(VARIANTS))
+
+
+def lab_kinds(corpus: str, *, variants: bool = False) -> str:
+    """Kinds of drafters of one corpus."""
+    return lab.kinds_table(lab_record(corpus), lambda kind: is_variant(kind) == variants)
+
+
+def lab_pairs(corpus: str, *, variants: bool = False) -> str:
+    """Pairs of kinds of one corpus."""
+    return lab.pairs_table(lab_record(corpus), lambda pair: is_variant(pair) == variants)
+
+
+def lab_corpora() -> str:
+    """What the probe says of each corpus."""
+    rows = []
+    for corpus in LAB_CORPORA:
+        found = lab_record(corpus)
+        shares = (found["probe"][name] for name in ("re_convergence", "rescue_rate", "rescue_rate_top5", SHARES[-1]))
+        steps = found["dflash"]["tokens_per_step"]["value"]
+        rows.append([corpus, *(f"{share:.1%}" for share in shares), f"{steps:.2f}"])
+    headings = ("corpus", "re-convergence", "rescue rate", "by its top-5", "largest gain", "DFlash")
+    return markdown_table(headings, rows)
+
+
+def gain_points() -> list[gain_curve.Point]:
+    """The points of the committed gain curve."""
+    return [gain_curve.Point(**point) for point in record("gain-curve")["points"]]
+
+
+def gain_correlations() -> str:
+    """Pearson's r of the gains with what the probe says."""
+    points = gain_points()
+    gains, relay_gains = (gain_curve.correlations(points, name) for name in ("gain", "relay_gain"))
+    labels = ("re-convergence", "rescue rate", "largest gain", "DFlash's tokens per step")
+    rows = [
+        [label, f"{gains[axis]:.2f}", f"{relay_gains[axis]:.2f}"]
+        for axis, label in zip(gain_curve.AXES, labels, strict=True)
+    ]
+    return markdown_table((f"Pearson's r over these {len(points)} points", "gain", "over multi_round"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "strategies": strategies,
+    "prompt-sets": prompt_sets,
+    "drafter-kinds": drafter_kinds,
+    "sampled": sampled,
+    "classic-baseline": classic_baseline,
+    "learning-curve": learning_curve,
+    "servers": servers,
+    "decisions-tree": partial(decisions, "tree"),
+    "decisions-mixture": partial(decisions, "mixture"),
+    "decisions-mixture-lab": partial(decisions, "mixture-lab"),
+    "decisions-mixture-lab-sampled": partial(decisions, "mixture-lab", "T=1, block verification"),
+    "decisions-length": lengths,
+    "decisions-together": partial(switches, "together"),
+    "decisions-together-sampled": partial(switches, "together", "T=1, block verification"),
+    "decisions-together-dflash": partial(switches, "together-dflash"),
+    "decisions-together-dflash-sampled": partial(switches, "together-dflash-sampled", "T=1, block verification"),
+    **{f"lab-{corpus}-kinds": partial(lab_kinds, corpus) for corpus in LAB_CORPORA},
+    **{f"lab-{corpus}-pairs": partial(lab_pairs, corpus) for corpus in LAB_CORPORA},
+    "lab-variants-kinds": partial(lab_kinds, "airports", variants=True),
+    "lab-variants-pairs": partial(lab_pairs, "airports", variants=True),
+    "lab-airports-tasks": lambda: lab.tasks_table(lab_record("airports")),
+    "lab-airports-tasks-relay-off": lambda: lab.tasks_without_relay_table(lab_record("airports")),
+    "lab-airports-sampled": lambda: lab.sampled_table(lab_record("airports")),
+    "lab-corpora": lab_corpora,
+    "gain-curve": lambda: gain_curve.as_markdown(gain_points()),
+    "gain-curve-correlations": gain_correlations,
+    "headline": lambda: headline.as_markdown(headline.summarise(headline.read_record(headline.RECORD))),
+}
+
+
+def render(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
+    """`text` with every marked table made anew.
+
+    Raises:
+        DFlowError: A table of an unknown name, or a marker without its other half.
+    """
+
+    def fill(block: re.Match) -> str:
+        if block["name"] not in tables:
+            raise DFlowError(f"table {block['name']!r} is unknown; use one of {', '.join(tables)}")
+        return f"{block['begin']}\n{tables[block['name']]()}\n\n{block['end']}"
+
+    if 2 * len(BLOCK.findall(text)) != len(MARKER.findall(text)):
+        raise DFlowError("a table lacks its begin or end: <!-- table: NAME -->, then <!-- end table -->")
+    return BLOCK.sub(fill, text)
+
+
+def documents(paths: list[Path]) -> list[Path]:
+    """The Markdown files among `paths` and below them.
+
+    Raises:
+        DFlowError: One of the paths does not exist.
+    """
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        raise DFlowError(f"{', '.join(missing)}: no such file or folder; name Markdown files, or folders of them")
+    return [file for path in paths for file in (sorted(path.rglob("*.md")) if path.is_dir() else [path])]
 
 
 def main(
-    documents: Annotated[list[Path], typer.Argument(help="Markdown with <!-- bench: PATH.json --> blocks.")],
+    paths: Annotated[list[Path], typer.Argument(help="Markdown files, or folders of them.")],
 ) -> None:
-    """Fill the tables of documents from the records that they name."""
-    for document in documents:
-        document.write_text(render(document.read_text(encoding="utf-8"), document.parent), encoding="utf-8")
+    """Make the marked tables of documents anew from the committed records."""
+    for document in documents(paths):
+        before = document.read_text(encoding="utf-8")
+        try:
+            after = render(before)
+        except DFlowError as error:
+            raise DFlowError(f"{document}: {error}") from error
+        if after != before:
+            document.write_text(after, encoding="utf-8")
+            typer.echo(f"{document}: made anew")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(errors_in_words()(main))

@@ -8,7 +8,7 @@ import torch
 from batches import LENGTHS, following, padded, prompt, said, target_of
 from kit import HIDDEN_SIZE, PatternDrafter, assert_not_vacuous, tiny_target
 
-from experiments.tables import as_markdown
+from experiments.tables import strategies_of
 from hf_dflow import AcceptanceStatistics
 from hf_dflow.bench import evaluation, latency, suite
 from hf_dflow.bench.evaluation import Answer, Plan, batches_of
@@ -97,8 +97,8 @@ def test_what_cannot_batch_says_so(measured):
     assert set(found["not_run"]) == {"assisted", "prompt_lookup"}
     assert all("one sequence at a time" in reason for reason in found["not_run"].values())
     assert set(found["all"]["contestants"]) == {"dflash"} and set(found["latency"]) == {"plain", "dflash"}
-    assert "| T=0 | assisted | not run: transformers' assisted generation takes one" in as_markdown(measured)
-    assert "batches of 2 at a time" in as_markdown(measured)
+    assert "| T=0 | assisted | not run: transformers' assisted generation takes one" in strategies_of(measured)
+    assert "batches of 2 at a time" in strategies_of(measured)
 
 
 def test_prompts_are_counted_once_and_conditions_say_how_many_at_a_time(measured):

@@ -11,7 +11,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from experiments.draft_model import new_draft_model
-from experiments.tables import BLOCK, as_markdown, render
 from hf_dflow import AcceptanceStatistics
 from hf_dflow.bench import evaluation, run_view, suite
 from hf_dflow.bench.conditions import MUST_AGREE, differences, refuse_unequal
@@ -190,28 +189,6 @@ def test_command_writes_record_and_plot(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 5000
     refused = CliRunner().invoke(app, ["bench", "run", "--tiny", "--strategy", "assisted"])
     assert refused.exit_code == 2 and "--assistant" in refused.output
-
-
-def test_tables_are_those_of_their_records(measured, tmp_path):
-    """Bug: a figure in a document that no record holds, or that an old one held."""
-    (tmp_path / "bench.json").write_text(json.dumps(measured[0]))
-    text = "before\n<!-- bench: bench.json -->\nold\n<!-- /bench -->\nbehind\n"
-    filled = render(text, tmp_path)
-    assert "old" not in filled and filled.startswith("before\n") and filled.endswith("behind\n")
-    assert render(filled, tmp_path) == filled
-    value = measured[0]["modes"]["T=0"]["all"]["contestants"]["dflow"]["tokens_per_step"]["value"]
-    assert f"| T=0 | dflow | {value:.2f} [" in as_markdown(measured[0])
-    with pytest.raises(DFlowError, match="no table"):
-        render("no table here", tmp_path)
-    with pytest.raises(DFlowError, match=r"gone\.json"):
-        render(text.replace("bench.json", "gone.json"), tmp_path)
-
-
-def test_tables_of_the_repository_are_up_to_date():
-    """Bug: a README whose figures were typed, or not made again after a new measurement."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert BLOCK.search(readme)
-    assert render(readme, ROOT) == readme
 
 
 def test_ones_own_lines(tmp_path):

@@ -2,11 +2,13 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.common import markdown_table, with_interval
 from experiments.lab.variants import VARIANTS
 from hf_dflow.bench.report import bootstrap_interval
 
@@ -111,61 +113,79 @@ def _figure(rows: np.ndarray, ratio) -> dict[str, Any]:
 
 
 def as_markdown(record: dict[str, Any]) -> str:
-    """The kinds of one corpus as a table, then its tasks, then temperature 1: as the documentation prints them."""
-    lines = [
-        "| drafter | seeds | tokens per step | over DFlash of the same seeds | loss of the mask round |",
-        "|---|---|---|---|---|",
-    ]
+    """All tables of one corpus, as `lab report` prints them."""
+    tables = [kinds_table(record)]
+    tables += [pairs_table(record)] if record["pairs"] else []
+    tables += [tasks_table(record)] if record["tasks"] else []
+    tables += [tasks_without_relay_table(record)] if _tasks_without_relay(record) else []
+    tables += [sampled_table(record)] if record["sampled"] else []
+    return "\n\n".join(tables)
+
+
+def kinds_table(record: dict[str, Any], is_shown: Callable[[str], bool] = lambda kind: True) -> str:
+    """The kinds of drafters, seeds pooled."""
+    rows = []
     for kind, entry in record.items():
-        if isinstance(entry, dict) and "seeds" in entry:
+        if isinstance(entry, dict) and "seeds" in entry and is_shown(kind):
             by_seed = ", ".join(f"{value:.2f}" for value in entry["tokens_per_step_by_seed"])
             losses = ", ".join(f"{value:.2f}" for value in entry.get("mask_round_loss_by_seed", []))
-            cells = [kind, by_seed, _with_interval(entry["tokens_per_step"], ".2f"), _gain(entry), losses]
-            lines.append("| " + " | ".join(cells) + " |")
-    if record["pairs"]:
-        lines += ["", "| pair | longer by | with each seed |", "|---|---|---|"]
-    for pair, found in record["pairs"].items():
-        by_seed = ", ".join(f"{value:+.1%}" for value in found["gain_by_seed"])
-        lines.append(f"| {pair} | {_with_interval(found['gain'], '+.1%')} | {by_seed} |")
-    if record["tasks"]:
-        lines += [
-            "",
-            "| task | re-convergence | rescue rate | largest gain | DFlash | DFlow | gain |",
-            "|---" * 7 + "|",
-        ]
+            rows.append([kind, by_seed, with_interval(entry["tokens_per_step"], ".2f"), _gain(entry), losses])
+    headings = ("drafter", "seeds", "tokens per step", "over DFlash of the same seeds", "loss of the mask round")
+    return markdown_table(headings, rows)
+
+
+def pairs_table(record: dict[str, Any], is_shown: Callable[[str], bool] = lambda pair: True) -> str:
+    """One kind against another, with the seeds that both have."""
+    rows = [
+        [pair, with_interval(found["gain"], "+.1%"), _by_seed(found)]
+        for pair, found in record["pairs"].items()
+        if is_shown(pair)
+    ]
+    return markdown_table(("pair", "longer by", "with each seed"), rows)
+
+
+def tasks_table(record: dict[str, Any]) -> str:
+    """Each task: what the probe says of DFlash, and what DFlow gains."""
+    rows = []
     for task, entry in record["tasks"].items():
         probe = [f"{entry['probe'][name]:.1%}" for name in ("re_convergence", "rescue_rate", "largest_gain")]
-        steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
-        lines.append("| " + " | ".join([task, *probe, *steps, _gain(entry["dflow"])]) + " |")
-    lines += _trained_with_and_without(record["tasks"])
-    if record["sampled"]:
-        lines += ["", "| sampling | DFlash | DFlow | gain |", "|---|---|---|---|"]
-    for task, entry in record["sampled"].items():
-        if not {"dflash", "dflow"} <= entry.keys():
-            continue
-        steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in ("dflash", "dflow")]
-        lines.append("| " + " | ".join([task, *steps, _gain(entry["dflow"])]) + " |")
-    return "\n".join(lines)
+        rows.append([task, *probe, *_steps(entry, "dflash", "dflow"), _gain(entry["dflow"])])
+    headings = ("task", "re-convergence", "rescue rate", "largest gain", "DFlash", "DFlow", "gain")
+    return markdown_table(headings, rows)
 
 
-def _trained_with_and_without(tasks: dict[str, Any]) -> list[str]:
-    """What a drafter that was trained with the relay drafts without it, beside one trained without, by task."""
+def tasks_without_relay_table(record: dict[str, Any]) -> str:
+    """A drafter that was trained with the relay and drafts without it, beside one trained without, by task."""
     kinds = ("multi_round", f"dflow{OFF}")
-    rows = []
-    for task, entry in tasks.items():
-        found = entry.get("pairs", {}).get(f"dflow{OFF} over multi_round")
-        if found is not None:
-            steps = [_with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in kinds]
-            by_seed = ", ".join(f"{value:+.1%}" for value in found["gain_by_seed"])
-            rows.append("| " + " | ".join([task, *steps, _with_interval(found["gain"], "+.1%"), by_seed]) + " |")
-    header = ["", "| task | multi_round | dflow, relay off | longer by | with each seed |", "|---" * 5 + "|"]
-    return header + rows if rows else []
+    rows = [
+        [task, *_steps(record["tasks"][task], *kinds), with_interval(found["gain"], "+.1%"), _by_seed(found)]
+        for task, found in _tasks_without_relay(record).items()
+    ]
+    return markdown_table(("task", "multi_round", "dflow, relay off", "longer by", "with each seed"), rows)
+
+
+def _tasks_without_relay(record: dict[str, Any]) -> dict[str, Any]:
+    pair = f"dflow{OFF} over multi_round"
+    return {task: entry["pairs"][pair] for task, entry in record["tasks"].items() if pair in entry.get("pairs", {})}
+
+
+def sampled_table(record: dict[str, Any]) -> str:
+    """Temperature 1, with each verification rule."""
+    rows = [
+        [mode, *_steps(entry, "dflash", "dflow"), _gain(entry["dflow"])]
+        for mode, entry in record["sampled"].items()
+        if {"dflash", "dflow"} <= entry.keys()
+    ]
+    return markdown_table(("sampling", "DFlash", "DFlow", "gain"), rows)
+
+
+def _steps(entry: dict[str, Any], *kinds: str) -> list[str]:
+    return [with_interval(entry[kind]["tokens_per_step"], ".2f") for kind in kinds]
+
+
+def _by_seed(pair: dict[str, Any]) -> str:
+    return ", ".join(f"{value:+.1%}" for value in pair["gain_by_seed"])
 
 
 def _gain(entry: dict[str, Any]) -> str:
-    return _with_interval(entry["gain_over_dflash"], "+.1%") if "gain_over_dflash" in entry else "–"
-
-
-def _with_interval(figure: dict[str, Any], form: str) -> str:
-    low, high = figure["interval_95"]
-    return f"{figure['value']:{form}} [{low:{form}}, {high:{form}}]"
+    return with_interval(entry["gain_over_dflash"], "+.1%") if "gain_over_dflash" in entry else "–"

@@ -1,0 +1,40 @@
+"""What several experiments share: figures in words, tables, records, and the prompts a command decodes."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dflow.errors import DFlowError
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+
+
+def with_interval(figure: dict[str, Any], form: str) -> str:
+    """`1.84 [1.71, 1.99]` of a figure with its 95% interval."""
+    low, high = figure["interval_95"]
+    return f"{figure['value']:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table without a newline at its end."""
+    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def read_json(path: Path) -> Any:
+    """The record at `path`.
+
+    Raises:
+        DFlowError: There is no such file, or it is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DFlowError(f"{path}: no JSON record ({error})") from error
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Write a record as the committed ones are written."""
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
