@@ -19,7 +19,7 @@ from hf_dflow.generation.configuration import resolve_options
 from hf_dflow.generation.mixture import StaleMixture
 from hf_dflow.generation.policy.lengths import LengthPlanner, StepCosts
 from hf_dflow.generation.policy.lengths import calibrated as calibrated_probability
-from hf_dflow.model.fitted import NUM_TRAITS
+from hf_dflow.model.configuration import NUM_TRAITS
 
 
 def made_up_slots(generator, count=4000):

@@ -17,7 +17,7 @@ from hf_dflow import (
 )
 from hf_dflow.generation.drafting import DraftSession
 from hf_dflow.hub.cards import make_card
-from hf_dflow.model.correction import head_scores
+from hf_dflow.model.heads import head_scores
 from hf_dflow.training.config import TrainingConfig, TrainingConfigError
 from hf_dflow.training.rounds import draft_round
 

@@ -29,7 +29,7 @@ from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.mixture import LARGEST_WEIGHT, StaleMixture
 from hf_dflow.generation.policy.lengths import LEAST_CONFIDENCE, LengthPlanner, StepCosts
 from hf_dflow.generation.verification import Verification
-from hf_dflow.model.fitted import NUM_TRAITS, SLOT_GROUPS
+from hf_dflow.model.configuration import NUM_TRAITS, SLOT_GROUPS
 
 MODES = {"greedy": Mode(), "sampled": Mode(1.0, "token")}
 # Whatever the drafter's defaults say: what is fitted on must be its own law, judged by the lossless rule.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_dflow.generation.acceptance import AcceptanceProcessor
-from hf_dflow.model.fitted import NUM_TRAITS
+from hf_dflow.model.configuration import NUM_TRAITS
 
 if TYPE_CHECKING:
     from hf_dflow.generation.drafting import DraftBlock

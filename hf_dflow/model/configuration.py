@@ -1,16 +1,29 @@
 """Configuration of a block-diffusion drafter with verifier relay."""
 
 import math
+import sys
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_dflow.errors import DrafterConfigError
-from hf_dflow.model.fitted import fault_of
 
+SIZES = (
+    "hidden_size",
+    "target_hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "block_size",
+    "relay_intermediate_size",
+)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 INPUT_EMBEDDINGS = ("raw", "target", "own")
 OUTPUT_HEADS = ("target", "own")
@@ -18,6 +31,9 @@ FORMAT_VERSION = 1
 # Far above what any drafter or tokenizer has; what the file claims beyond is damage, or an attempt to exhaust memory.
 LONGEST_BLOCK, LARGEST_VOCABULARY = 1024, 2**24
 GIVEN: Any = None  # no default; `check` refuses a drafter without it
+# What `hf-dflow calibrate` fits: coefficients of the mixture's learned weight; lines for the first, second and later
+# slots, of greedy and of sampled drafts.
+NUM_TRAITS, SLOT_GROUPS, DRAFT_RULES = 8, 3, ("greedy", "sampled")
 REMOVED = "relay_top_k"  # a field of earlier versions, whose relays could read the verifier's logits too
 
 
@@ -178,78 +194,18 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 f"'{REMOVED}' is {getattr(self, REMOVED)!r}: relays that read the verifier's logits were removed; take "
                 "the field out and train the drafter again"
             )
-        sizes = [
-            "hidden_size",
-            "target_hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-            "block_size",
-            "relay_intermediate_size",
-        ]
-        for key in (*sizes, "rope_parameters", "layer_types", "mask_token_id", "target_layer_ids"):
-            if getattr(self, key) is None:
-                self._refuse(f"'{key}' is missing and has no safe default; add it")
-        for key in (*sizes, "mask_token_id", *(() if self.vocab_size is None else ("vocab_size",))):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool):
-                self._refuse(f"'{key}' is {value!r}; give a whole number")
-            if value < 1 and key != "mask_token_id":
-                self._refuse(f"'{key}' is {value}; give 1 or more")
+        self._check_numbers()
         self._check_rope()
-        if self.hidden_act not in ACT2FN or self.relay_hidden_act not in ACT2FN:
-            self._refuse(
-                f"'hidden_act' is '{self.hidden_act}' and 'relay_hidden_act' '{self.relay_hidden_act}'; allowed are "
-                f"the names that transformers knows: {', '.join(sorted(ACT2FN))}"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            self._refuse(
-                f"'num_attention_heads' {self.num_attention_heads} is no multiple of 'num_key_value_heads' "
-                f"{self.num_key_value_heads}; correct one of them"
-            )
-        if self.block_size < 2:
-            self._refuse(
-                f"'block_size' is {self.block_size}; a block is an anchor and at least one draft: use 2 or more"
-            )
-        if self.block_size > min(LONGEST_BLOCK, self.max_position_embeddings):
-            self._refuse(
-                f"'block_size' is {self.block_size}; use at most {min(LONGEST_BLOCK, self.max_position_embeddings)} "
-                f"('max_position_embeddings', and never more than {LONGEST_BLOCK})"
-            )
-        rows = LARGEST_VOCABULARY if self.vocab_size is None else self.vocab_size
-        if rows > LARGEST_VOCABULARY:
-            self._refuse(f"'vocab_size' is {rows}; no tokenizer has more than {LARGEST_VOCABULARY} tokens")
-        if not 0 <= self.mask_token_id < rows:
-            self._refuse(
-                f"'mask_token_id' {self.mask_token_id} has no row in a vocabulary of {rows}; "
-                f"use an id in [0, {rows - 1}]"
-            )
-        eos_ids = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
-        for name, special_ids in (("eos_token_id", eos_ids), ("pad_token_id", [self.pad_token_id])):
-            if self.mask_token_id in special_ids:
-                warnings.warn(
-                    f"{self._where()}: 'mask_token_id' {self.mask_token_id} equals '{name}'. A mask token is never "
-                    "proposed, so the drafter will not propose that token either; check the file.",
-                    stacklevel=2,
-                )
-        if len(self.layer_types) != self.num_hidden_layers:
-            self._refuse(f"'layer_types' has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
-        for layer_type in self.layer_types:
-            if layer_type not in LAYER_TYPES:
-                self._refuse(f"'layer_types' holds '{layer_type}'; allowed: {', '.join(LAYER_TYPES)}")
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
-            self._refuse("'sliding_window' is missing though 'layer_types' has sliding layers; add it")
-        self._check_target_layers()
-        fault = None if self.fitted_decisions is None else fault_of(self.fitted_decisions)
-        if fault:
-            self._refuse(f"'fitted_decisions': {fault}; run hf-dflow calibrate again, or take the field out")
+        self._check_block()
+        self._check_mask_token()
+        self._check_layers()
         self._check_choice("input_embedding", INPUT_EMBEDDINGS)
         self._check_choice("output_head", OUTPUT_HEADS)
+        problem = None if self.fitted_decisions is None else _problem_of_fit(self.fitted_decisions)
+        if problem:
+            self._refuse(f"'fitted_decisions': {problem}; run hf-dflow calibrate again, or take the field out")
         self._check_draft_vocabulary()
-        self._check_dflash2()
+        self._check_pairs()
         shares_width = self.input_embedding != "own" or self.output_head != "own"
         if shares_width and self.target_hidden_size != self.hidden_size:
             self._refuse(
@@ -257,12 +213,23 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 "the target's embedding or head is shared; set input_embedding and output_head to 'own'"
             )
 
-    def _check_target_layers(self) -> None:
-        ids = self.target_layer_ids
-        if not ids or any(not isinstance(i, int) or i < 0 for i in ids) or len(set(ids)) != len(ids):
-            self._refuse(f"'target_layer_ids' is {ids}; give distinct layer numbers, 0 is the first decoder layer")
-        if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
-            self._refuse(f"'target_layer_ids' names layer {max(ids)} of a target with {self.num_target_layers} layers")
+    def _check_numbers(self) -> None:
+        for key in (*SIZES, "rope_parameters", "layer_types", "mask_token_id", "target_layer_ids"):
+            if getattr(self, key) is None:
+                self._refuse(f"'{key}' is missing and has no safe default; add it")
+        for key in (*SIZES, "mask_token_id", *(() if self.vocab_size is None else ("vocab_size",))):
+            value = getattr(self, key)
+            if type(value) is not int:
+                self._refuse(f"'{key}' is {value!r}; give a whole number")
+            if value < 1 and key != "mask_token_id":
+                self._refuse(f"'{key}' is {value}; give 1 or more")
+        if self.num_attention_heads % self.num_key_value_heads:
+            self._refuse(
+                f"'num_attention_heads' {self.num_attention_heads} is no multiple of 'num_key_value_heads' "
+                f"{self.num_key_value_heads}; correct one of them"
+            )
+        self._check_choice("hidden_act", sorted(ACT2FN))
+        self._check_choice("relay_hidden_act", sorted(ACT2FN))
 
     def _check_rope(self) -> None:
         rope = self.rope_parameters
@@ -271,20 +238,65 @@ class DFlowDrafterConfig(PreTrainedConfig):
             self._refuse("'rope_parameters' lacks 'rope_theta' (the rotary base), which has no safe default; add it")
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
             self._refuse(f"'rope_theta' is {theta!r}; give a positive number")
-        kinds = ("default", *ROPE_INIT_FUNCTIONS)
-        if rope.get("rope_type", "default") not in kinds:
-            self._refuse(f"'rope_type' is {rope['rope_type']!r}; allowed: {', '.join(kinds)}")
+        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
+        if rope.get("rope_type", "default") not in rope_types:
+            self._refuse(f"'rope_type' is {rope['rope_type']!r}; allowed: {', '.join(rope_types)}")
 
-    def _check_dflash2(self) -> None:
-        for one, other in (
+    def _check_block(self) -> None:
+        if self.block_size < 2:
+            self._refuse(
+                f"'block_size' is {self.block_size}; a block is an anchor and at least one draft: use 2 or more"
+            )
+        longest = min(LONGEST_BLOCK, self.max_position_embeddings)
+        if self.block_size > longest:
+            self._refuse(
+                f"'block_size' is {self.block_size}; use at most {longest} ('max_position_embeddings', and never more "
+                f"than {LONGEST_BLOCK})"
+            )
+
+    def _check_mask_token(self) -> None:
+        num_rows = LARGEST_VOCABULARY if self.vocab_size is None else self.vocab_size
+        if num_rows > LARGEST_VOCABULARY:
+            self._refuse(f"'vocab_size' is {num_rows}; no tokenizer has more than {LARGEST_VOCABULARY} tokens")
+        if not 0 <= self.mask_token_id < num_rows:
+            self._refuse(
+                f"'mask_token_id' {self.mask_token_id} has no row in a vocabulary of {num_rows}; "
+                f"use an id in [0, {num_rows - 1}]"
+            )
+        eos_ids = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        for name, special_ids in (("eos_token_id", eos_ids), ("pad_token_id", [self.pad_token_id])):
+            if self.mask_token_id in special_ids:
+                warnings.warn(
+                    f"{self._where()}: 'mask_token_id' {self.mask_token_id} equals '{name}'. A mask token is never "
+                    "proposed, so the drafter will not propose that token either; check the file.",
+                    stacklevel=3,
+                )
+
+    def _check_layers(self) -> None:
+        if len(self.layer_types) != self.num_hidden_layers:
+            self._refuse(f"'layer_types' has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
+        for layer_type in self.layer_types:
+            if layer_type not in LAYER_TYPES:
+                self._refuse(f"'layer_types' holds '{layer_type}'; allowed: {', '.join(LAYER_TYPES)}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            self._refuse("'sliding_window' is missing though 'layer_types' has sliding layers; add it")
+        ids = self.target_layer_ids
+        if not ids or any(not isinstance(i, int) or i < 0 for i in ids) or len(set(ids)) != len(ids):
+            self._refuse(f"'target_layer_ids' is {ids}; give distinct layer numbers, 0 is the first decoder layer")
+        if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
+            self._refuse(f"'target_layer_ids' names layer {max(ids)} of a target with {self.num_target_layers} layers")
+
+    def _check_pairs(self) -> None:
+        """Parts that two numbers describe, and what they exclude."""
+        for first, second in (
             ("conv_kernel_size", "conv_group_size"),
             ("selector_rank", "selector_top_k"),
             ("correction_intermediate_size", "correction_top_k"),
         ):
-            given = [getattr(self, one), getattr(self, other)]
-            if given != [None, None] and any(type(value) is not int or value < 1 for value in given):
+            values = [getattr(self, first), getattr(self, second)]
+            if values != [None, None] and any(type(value) is not int or value < 1 for value in values):
                 self._refuse(
-                    f"'{one}' is {given[0]!r} and '{other}' {given[1]!r}; give two whole numbers from 1, or none"
+                    f"'{first}' is {values[0]!r} and '{second}' {values[1]!r}; give two whole numbers from 1, or none"
                 )
         if self.conv_kernel_size is not None and self.conv_group_size is not None:
             if self.hidden_size % self.conv_group_size:
@@ -307,7 +319,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
     def _check_draft_vocabulary(self) -> None:
         size = self.draft_vocab_size
         owns = [key for key in ("input_embedding", "output_head") if getattr(self, key) == "own"]
-        owns += [key for key in ("selector_rank",) if getattr(self, key) is not None]
+        owns += ["selector_rank"] if self.selector_rank is not None else []
         if self.vocab_size is None and owns:
             self._refuse(f"'vocab_size' is missing, which {' and '.join(owns)} need; add it")
         if size is None:
@@ -317,18 +329,45 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 f"'draft_vocab_size' is {size} while 'output_head' is '{self.output_head}'; a reduced vocabulary needs "
                 "the drafter's own rows: set output_head to 'own', or leave draft_vocab_size out"
             )
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= self.vocab_size:
+        if type(size) is not int or not 1 <= size <= self.vocab_size:
             self._refuse(
                 f"'draft_vocab_size' is {size!r} for a vocabulary of {self.vocab_size}; give a whole number in "
                 f"[1, {self.vocab_size}], or leave it out"
             )
 
-    def _check_choice(self, key: str, allowed: tuple[str, ...]) -> None:
+    def _check_choice(self, key: str, allowed: Sequence[str]) -> None:
         if getattr(self, key) not in allowed:
             self._refuse(f"'{key}' is '{getattr(self, key)}'; allowed: {', '.join(allowed)}")
 
-    def _refuse(self, what: str) -> None:
-        raise DrafterConfigError(f"{self._where()}: {what}.")
+    def _refuse(self, problem: str) -> NoReturn:
+        raise DrafterConfigError(f"{self._where()}: {problem}.")
 
     def _where(self) -> str:
         return f"{self._name_or_path}/config.json" if self._name_or_path else "DFlowDrafterConfig"
+
+
+def _problem_of_fit(fitted: Any) -> str | None:
+    """What is wrong with `fitted_decisions`, whose keys may all be missing; `None` where nothing is."""
+    if not isinstance(fitted, dict) or not fitted.keys() <= {"mixture", "calibration", "row_precision"}:
+        return "it may hold 'mixture', 'calibration' and 'row_precision', and nothing else"
+    if "mixture" in fitted and not _is_table(fitted["mixture"], (NUM_TRAITS,)):
+        return f"'mixture' must be {NUM_TRAITS} numbers"
+    for key in ("calibration", "row_precision"):
+        by_rule = fitted.get(key, {})
+        if not isinstance(by_rule, dict) or not by_rule.keys() <= set(DRAFT_RULES):
+            return f"'{key}' may hold {' and '.join(map(repr, DRAFT_RULES))}, and nothing else"
+    for rule, lines in fitted.get("calibration", {}).items():
+        if not _is_table(lines, (SLOT_GROUPS, 2)):
+            return f"'calibration' for {rule} drafts must be {SLOT_GROUPS} pairs of numbers"
+    for rule, precision in fitted.get("row_precision", {}).items():
+        if not _is_table(precision, ()) or precision <= 0:
+            return f"'row_precision' for {rule} drafts must be a number above 0"
+    return None
+
+
+def _is_table(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether `value` holds finite numbers in nested lists of `shape`."""
+    if not shape:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and -sys.float_info.max <= value <= sys.float_info.max  # an int may exceed any float
+    return isinstance(value, list) and len(value) == shape[0] and all(_is_table(part, shape[1:]) for part in value)

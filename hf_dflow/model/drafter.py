@@ -1,115 +1,26 @@
-"""The drafter: a DFlash backbone (arXiv 2602.06036) and DFlow's verifier relay (arXiv 2609.06498)."""
+"""The drafter: a DFlash backbone (arXiv 2602.06036) with DFlow's verifier relay (arXiv 2609.06498)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from hf_dflow.errors import DrafterWeightsError
 from hf_dflow.hub.publishing import PublishableDrafter
+from hf_dflow.model.backbone import BlockConvolution, DFlowDecoderLayer, ExtendKeyValues, MaskForLayer
 from hf_dflow.model.configuration import DFlowDrafterConfig
-from hf_dflow.model.correction import CausalCorrection, CorrectedCandidates, ZeroLinear, head_scores
+from hf_dflow.model.heads import Candidates, CandidateSelector, CausalCorrection, CorrectedCandidates, head_scores
 from hf_dflow.model.loading import LoadableDrafter
-from hf_dflow.model.relay import DFlowRelay
-from hf_dflow.model.selector import BlockConvolution, Candidates, CandidateSelector
-
-# (layer index, keys [B, KV, L, D], values [B, KV, L, D]) of the block -> the same for all that the block may attend to,
-# the block's own rows last. Serving, training and transformers' native loop differ in nothing but this function.
-ExtendKeyValues = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-# (layer index, number of keys) -> bool mask [B or 1, 1, L, keys], True where a query may look, or None for everywhere.
-# Training may give FlexAttention's BlockMask instead, which then decides the implementation.
-MaskForLayer = Callable[[int, int], Any]
-
-
-def apply_rotary(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate `states` `[B, heads, T, D]` by the cosines and sines `[B, T, D]` of their absolute positions."""
-    cos, sin = (table.unsqueeze(1) for table in rotary)
-    return states * cos + rotate_half(states) * sin
-
-
-class DFlowAttention(nn.Module):
-    """Attention of the block over context K/V and itself; context features give keys and values, never queries."""
-
-    def __init__(self, config: DFlowDrafterConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = False  # masks are always explicit
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def key_values(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]):
-        """Keys and values `[B, KV, T, D]` of `states` `[B, T, H]`."""
-        shape = (*states.shape[:-1], -1, self.head_dim)
-        keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
-        values = self.v_proj(states).view(shape).transpose(1, 2)
-        return apply_rotary(keys, rotary), values
-
-    def forward(self, hidden, rotary, extend: ExtendKeyValues, mask_for: MaskForLayer) -> torch.Tensor:
-        shape = (*hidden.shape[:-1], -1, self.head_dim)
-        queries = apply_rotary(self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2), rotary)
-        keys, values = extend(self.layer_idx, *self.key_values(hidden, rotary))
-        mask = mask_for(self.layer_idx, keys.shape[-2])
-        is_dense = mask is None or isinstance(mask, torch.Tensor)
-        implementation = self.config._attn_implementation if is_dense else "flex_attention"
-        if mask is not None and implementation == "eager":  # eager adds its mask
-            mask = torch.zeros_like(mask, dtype=queries.dtype).masked_fill(~mask, torch.finfo(queries.dtype).min)
-        if not is_dense:  # which, unlike SDPA, does not bring the mixed dtypes of autocast together
-            queries, keys = queries.to(values.dtype), keys.to(values.dtype)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        output, _ = attend(self, queries, keys, values, mask, dropout=dropout, scaling=self.scaling, is_causal=False)
-        return self.o_proj(output.reshape(*hidden.shape[:-1], -1))
-
-
-class DFlowDecoderLayer(nn.Module):
-    """One pre-norm draft layer."""
-
-    def __init__(self, config: DFlowDrafterConfig, layer_idx: int):
-        super().__init__()
-        self.self_attn = DFlowAttention(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        convolves = config.conv_kernel_size is not None
-        self.attention_conv = BlockConvolution(config) if convolves else None
-        self.mlp_conv = BlockConvolution(config) if convolves else None
-
-    def forward(self, hidden, rotary, extend: ExtendKeyValues, mask_for: MaskForLayer) -> torch.Tensor:
-        def attend(states):
-            return self.self_attn(states, rotary, extend, mask_for)
-
-        hidden = hidden + self._convolved(self.attention_conv, attend, self.input_layernorm(hidden))
-        return hidden + self._convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
-
-    @staticmethod
-    def _convolved(convolution, sublayer, states: torch.Tensor) -> torch.Tensor:
-        return sublayer(states) if convolution is None else convolution(sublayer, states)
+from hf_dflow.model.relay import DFlowRelay, ZeroLinear
 
 
 class DFlowDrafter(LoadableDrafter, PublishableDrafter):
     """A block-diffusion drafter whose masked slots may start from what the verifier computed on rejected rows.
 
-    It owns neither embedding nor LM head unless its configuration says so; callers hand in the target's.
+    Embedding and LM head are the target's, which callers pass in, unless the configuration gives it its own.
     """
 
     config_class = DFlowDrafterConfig
@@ -132,11 +43,11 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
         self.relay: Any = DFlowRelay(config) if config.use_relay else None
         owns_embedding, owns_head = config.input_embedding == "own", config.output_head == "own"
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, config.hidden_size) if owns_embedding else None
-        says: Any = config.draft_vocab_size or config.vocab_size
-        self.lm_head: Any = nn.Linear(config.hidden_size, says, bias=False) if owns_head else None
+        head_rows: Any = config.draft_vocab_size or config.vocab_size
+        self.lm_head: Any = nn.Linear(config.hidden_size, head_rows, bias=False) if owns_head else None
         self.candidate_selector: Any = CandidateSelector(config) if config.selector_rank is not None else None
-        corrects = config.correction_intermediate_size is not None
-        self.causal_correction: Any = CausalCorrection(config) if corrects else None
+        has_correction = config.correction_intermediate_size is not None
+        self.causal_correction: Any = CausalCorrection(config) if has_correction else None
         # Ids of the head's rows, ascending; -1 until they are set or loaded. Saved with the weights.
         unset = None if config.draft_vocab_size is None else torch.full((config.draft_vocab_size,), -1)
         self.register_buffer("draft_token_ids", unset)
@@ -159,19 +70,17 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
     def get_output_embeddings(self):
         return self.lm_head
 
-    # -- what one forward is made of
-
     def embed(self, token_ids: torch.Tensor, target_embedding: Any) -> torch.Tensor:
         """Input embeddings `[..., H]` of `token_ids` `[...]`, in the drafter's dtype and on its device."""
         if self.embed_tokens is not None:
             token_ids = token_ids.to(self.device)
-            is_known = token_ids < self.config.vocab_size  # the target may say tokens that a smaller drafter lacks
+            is_known = token_ids < self.config.vocab_size  # a target may emit tokens that a smaller drafter lacks
             embeds = self.embed_tokens(torch.where(is_known, token_ids, self.config.mask_token_id))
         else:
             weight: Any = getattr(target_embedding, "weight", None)
             if weight is not None and not weight.is_meta:
                 token_ids = token_ids.to(weight.device)
-            # The rows of an offloaded weight are had by the call alone, for which accelerate brings it.
+            # accelerate loads an offloaded weight for the module's call alone.
             if self.config.input_embedding == "target" or (weight is not None and weight.is_meta):
                 embeds = target_embedding(token_ids)
             else:
@@ -190,7 +99,7 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
         rejected_ids: torch.Tensor,
         target_embedding: Any,
     ) -> torch.Tensor:
-        """What rejected rows add to the mask embeddings of the slots they feed, `[B, S, H]`.
+        """Additions `[B, S, H]` of rejected rows to the mask embeddings of the slots they feed.
 
         Args:
             features (`torch.Tensor` of shape `(B, S, taps * target_hidden_size)`): Tapped target states of the rows.
@@ -227,8 +136,8 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
 
     def candidates(
         self, hidden: torch.Tensor, logits: torch.Tensor, target_embedding: nn.Module, target_head: nn.Module
-    ) -> Candidates | CorrectedCandidates | None:
-        """What a block's drafts are chosen from one after the other; `None` where the slots are independent.
+    ) -> Candidates | None:
+        """The candidates from which a block's drafts are chosen one by one; `None` where slots are independent.
 
         Args:
             hidden (`torch.Tensor` of shape `(B, N, H)`): Final states of the slots, finite.
@@ -249,7 +158,7 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
         )
 
     def set_draft_vocabulary(self, token_ids: torch.Tensor, head_weight: torch.Tensor) -> None:
-        """Choose what a drafter with `draft_vocab_size` can say, and start its head as the target's rows.
+        """Choose the tokens of a drafter with `draft_vocab_size`, and start its head as the target's rows.
 
         Args:
             token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): Ids of the target's vocabulary, ascending.
@@ -269,14 +178,14 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
             self.lm_head.weight.copy_(head_weight[token_ids.to(head_weight.device)])
 
     def check_draft_vocabulary(self) -> None:
-        """Raise [`DrafterWeightsError`] unless `draft_token_ids` name tokens of the target, not the mask alone."""
+        """Raise [`DrafterWeightsError`] unless `draft_token_ids` are tokens of the target, and not the mask alone."""
         ids = self.draft_token_ids
         if ids is None:
             return
         in_range = bool((ids >= 0).all() and (ids < self.config.vocab_size).all())
         if not in_range or not bool((ids[1:] > ids[:-1]).all()) or ids.tolist() == [self.config.mask_token_id]:
             raise DrafterWeightsError(
-                f"'draft_token_ids' must name {len(ids)} different tokens in [0, {self.config.vocab_size - 1}] in "
+                f"'draft_token_ids' must hold {len(ids)} different tokens in [0, {self.config.vocab_size - 1}] in "
                 "ascending order, and not the mask token alone; the file is damaged, or set_draft_vocabulary was "
                 "never called."
             )
@@ -289,14 +198,15 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
         return logits if not cap else cap * torch.tanh(logits / cap)
 
     def _for_head(self, hidden: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
+        """`hidden` in the dtype and on the device of the head that reads it."""
         if self.lm_head is not None:
             return hidden
         weight = getattr(target_head, "weight", None)  # a quantised head may expose none, or an integer one
         if weight is None:
             return hidden
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        place = hidden.device if weight.is_meta else weight.device  # accelerate takes states to an offloaded head
-        return hidden.to(device=place, dtype=dtype)
+        device = hidden.device if weight.is_meta else weight.device  # accelerate moves states to an offloaded head
+        return hidden.to(device=device, dtype=dtype)
 
     @property
     def first_drafting_row(self) -> int:
@@ -304,34 +214,36 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
         return 0 if self.config.sample_from_anchor else 1
 
     def attention_mask(self, layer_idx: int, query_length: int, key_length: int, device=None) -> torch.Tensor | None:
-        """Which of the last `key_length` positions each of the last `query_length` may look at.
+        """Which of the last `key_length` positions each of the last `query_length` sees.
 
         Returns a bool tensor `[1, 1, query_length, key_length]`, or `None` where everything is visible.
         """
-        config = self.config
-        sliding = config.layer_types[layer_idx] == "sliding_attention"
-        causal = config.sliding_is_causal if sliding else config.full_is_causal
-        if not causal and (not sliding or key_length - 1 <= config.window_reach):
+        is_sliding, is_causal = self._attention_of(layer_idx)
+        if not is_causal and (not is_sliding or key_length - 1 <= self.config.window_reach):
             return None
         offsets = torch.arange(query_length, device=device)[:, None]
         queries = key_length - query_length + offsets
         return self.visible(layer_idx, queries - torch.arange(key_length, device=device), offsets)[None, None]
 
     def visible(self, layer_idx: int, distance: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Whether a query may look at a key `distance` positions before it; negative is behind it. Any shape.
+        """Whether a query sees a key `distance` positions before it (negative: after it), in any shape.
 
         `offsets` is the query's row within its block, in a shape that broadcasts with `distance`.
         """
-        config = self.config
-        sliding = config.layer_types[layer_idx] == "sliding_attention"
+        is_sliding, is_causal = self._attention_of(layer_idx)
         visible = torch.ones_like(distance, dtype=torch.bool)
-        if config.sliding_is_causal if sliding else config.full_is_causal:
+        if is_causal:
             visible &= distance >= 0
-        if sliding and config.window_from_anchor:
-            visible &= distance <= config.window_reach + offsets
-        elif sliding:
-            visible &= distance.abs() <= config.window_reach
+        if is_sliding and self.config.window_from_anchor:
+            visible &= distance <= self.config.window_reach + offsets
+        elif is_sliding:
+            visible &= distance.abs() <= self.config.window_reach
         return visible
+
+    def _attention_of(self, layer_idx: int) -> tuple[bool, bool]:
+        """Whether a layer slides, and whether it is causal."""
+        is_sliding = self.config.layer_types[layer_idx] == "sliding_attention"
+        return is_sliding, self.config.sliding_is_causal if is_sliding else self.config.full_is_causal
 
     def forward(
         self,
@@ -363,8 +275,8 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
         context = self.project_context(context_hidden_states)
         new_context, block_length = context.shape[1], noise_embeds.shape[1]
         if position_ids is None:
-            seen = 0 if cache is None else cache.get_seq_length()
-            position_ids = seen + torch.arange(new_context + block_length, device=context.device)[None]
+            num_cached = 0 if cache is None else cache.get_seq_length()
+            position_ids = num_cached + torch.arange(new_context + block_length, device=context.device)[None]
         context_key_values = self.context_key_values(context, position_ids[:, :new_context])
 
         def extend(layer_idx, keys, values):

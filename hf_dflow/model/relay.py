@@ -5,14 +5,17 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from hf_dflow.model.configuration import DFlowDrafterConfig
-from hf_dflow.model.correction import ZeroLinear
+
+
+class ZeroLinear(nn.Linear):
+    """A last layer whose weights start at zero, so that a new part changes nothing before it is trained."""
 
 
 class DFlowRelay(nn.Module):
-    """Reject-conditioned initialisation (arXiv 2609.06498): what a rejected target row adds to a slot's mask embedding.
+    """Reject-conditioned initialisation: an addition to the mask embedding of a slot that a rejected target row feeds.
 
-    `[beta; gamma] = MLP([E(bonus); E(first rejected draft); h])`, addition `beta * LayerNorm(h) + gamma`. The MLP's
-    last layer starts at zero, so that a converted DFlash checkpoint starts as exactly that DFlash.
+    `[beta; gamma] = MLP([E(bonus); E(first rejected draft); h])`, addition `beta * LayerNorm(h) + gamma`. A converted
+    DFlash checkpoint starts as exactly that DFlash.
     """
 
     def __init__(self, config: DFlowDrafterConfig):

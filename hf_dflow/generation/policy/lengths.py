@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import _compat
 from hf_dflow.generation.drafting import DraftSession
-from hf_dflow.model.fitted import SLOT_GROUPS
+from hf_dflow.model.configuration import SLOT_GROUPS
 
 if TYPE_CHECKING:
     from hf_dflow.model.drafter import DFlowDrafter
