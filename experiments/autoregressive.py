@@ -22,13 +22,12 @@ from experiments.draft_model import drafter_size, matching_layers, new_draft_mod
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.config import TrainingConfig
-from hf_dflow.training.data import TrainingRow, read_rows, split_rows
+from hf_dflow.training.data import TrainingRow, read_rows, split_rows, supervised_ids
 from hf_dflow.training.features import FeatureStore, LiveFeatures
 from hf_dflow.training.frozen_target import load_frozen_target
 from hf_dflow.training.log import RunLog
 from hf_dflow.training.loss import CandidateVocabulary, HeadRows, decayed_cross_entropy, slot_targets
 from hf_dflow.training.packing import RowOrder
-from hf_dflow.training.trainer import learning_rate, supervised_ids
 
 
 @dataclass
@@ -109,7 +108,7 @@ def train_draft_model(
                 total += loss.item() / training.gradient_accumulation
             norm = float(accelerator.clip_grad_norm_(trained, training.max_grad_norm))  # equal in all processes
             if math.isfinite(norm):
-                rate = learning_rate(stage, update)
+                rate = stage.learning_rate_at(update)
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.step()

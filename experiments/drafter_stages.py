@@ -15,12 +15,12 @@ from hf_dflow.bench.assistant import load_draft_model
 from hf_dflow.training.answers import Sampling
 from hf_dflow.training.collect import Job, collect_answers
 from hf_dflow.training.config import Stage, TrainingConfig
-from hf_dflow.training.data import TrainingRow, read_rows
+from hf_dflow.training.data import TrainingRow, read_rows, supervised_ids
 from hf_dflow.training.frozen_target import describe_target, stop_ids
 from hf_dflow.training.prompts import read_prompts
 from hf_dflow.training.start import new_drafter, resolve
 from hf_dflow.training.templates import ChatTemplate
-from hf_dflow.training.trainer import Trainer, supervised_ids
+from hf_dflow.training.trainer import Trainer
 
 KINDS = ("dflash", "multi_round", "dflow", "autoregressive")
 MAX_FILE_SIZE = "15MB"  # of written weights: some ways off a GPU machine carry no larger files

@@ -142,7 +142,7 @@ def test_a_share_of_the_slots_learns_without_it(share, tmp_path):
     assert (gradient.abs().sum() > 0) == (share < 1.0)
     sequences, anchors = trainer.draw(STAGES[0])
     result = draft_round(trainer.drafter, trainer.target, sequences, anchors)
-    moved = (trainer._corrected(sequences, anchors, result) != result.hidden).any(dim=-1).float().mean().item()
+    moved = (trainer._corrected(sequences.anchor_ids(anchors), result) != result.hidden).any(dim=-1).float().mean().item()
     assert moved == pytest.approx(1.0 - share, abs=0.25)
 
 
@@ -152,7 +152,7 @@ def test_each_slot_learns_behind_the_token_before_it(tmp_path):
     torch.nn.init.normal_(trainer.drafter.causal_correction.down_proj.weight, std=0.1)
     sequences, anchors = trainer.draw(STAGES[0])
     result = draft_round(trainer.drafter, trainer.target, sequences, anchors)
-    found = trainer._corrected(sequences, anchors, result)
+    found = trainer._corrected(sequences.anchor_ids(anchors), result)
     embedding, checked = trainer.target.get_input_embeddings(), 0
     for place, (row, position) in enumerate(zip(anchors.row.tolist(), anchors.position.tolist(), strict=True)):
         for slot in range(found.shape[1]):

@@ -211,7 +211,7 @@ def test_impossible_options_are_refused_before_the_target_is_loaded(tmp_path, pr
         "none below 0": ("--prompts", prompts, "--temperature", -1),
         "top_p 0.0": ("--prompts", prompts, "--top-p", 0),
         "must be at least 1": ("--prompts", prompts, "--batch", 0),
-        "no JSON": ("--prompts", prompts, "--template-options", "enable_thinking"),
+        "not valid JSON": ("--prompts", prompts, "--template-options", "enable_thinking"),
         "give a JSON object": ("--prompts", prompts, "--template-options", "[]"),
     }.items():
         name = output.with_suffix(".gz") if words == "must be a .jsonl file" else output

@@ -133,7 +133,7 @@ def test_started_again_a_finished_run_only_saves_and_a_new_one_may_continue_from
     output, _ = trained
     before = load_file(output / "drafter" / "model.safetensors")
     again = train(files, output, "--config", files / "training.json")
-    assert again.exit_code == 0 and "resumed behind update 20 of 20" in again.output
+    assert again.exit_code == 0 and "resumed after update 20 of 20" in again.output
     assert differing(before, load_file(output / "drafter" / "model.safetensors")) == []
     quick = replace(PRESETS["cpu"], evaluate_every=0, evaluate_tokens=4)
     monkeypatch.setitem(PRESETS, "cpu", quick)

@@ -66,7 +66,7 @@ def test_a_trained_drafter_says_what_it_was_trained_for(trained, warnings):  # n
 
 def test_started_again_and_gone_on_from(trained, tmp_path):
     """Bug: a finished run that is refused, since what was recorded is taken for another drafter."""
-    assert "resumed behind update 2 of 2" in train(trained, trained / "run").output
+    assert "resumed after update 2 of 2" in train(trained, trained / "run").output
     train(
         trained, tmp_path, "--from", trained / "run" / "drafter", "--updates", 2, "--features", trained / "run/features"
     )

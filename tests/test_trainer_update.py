@@ -13,7 +13,6 @@ from hf_dflow.training.log import RunLog
 from hf_dflow.training.packing import RowOrder, lay_out, place_rows
 from hf_dflow.training.rounds import draft_round
 from hf_dflow.training.start import resolve
-from hf_dflow.training.trainer import learning_rate
 
 PACKING = 1e-5  # the same sums in another order, float32
 
@@ -102,7 +101,7 @@ def test_gradients_are_clipped_and_the_schedule_is_a_warm_up_and_a_cosine(tmp_pa
     norm = torch.stack([one.grad.norm() for one in trainer.parameters if one.grad is not None]).norm()
     assert update.gradient_norm > 1e-2 and norm == pytest.approx(1e-3, rel=1e-3)
     stage = Stage(100, learning_rate=2.0, warmup_share=0.04)
-    rates = [learning_rate(stage, update) for update in range(100)]
+    rates = [stage.learning_rate_at(update) for update in range(100)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0
     assert rates[52] == pytest.approx(1.0) and 0 < rates[99] < 0.001 and sorted(rates[4:], reverse=True) == rates[4:]
 

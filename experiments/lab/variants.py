@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from hf_dflow.training.config import Stage
 from hf_dflow.training.packing import Anchors, Sequences
 from hf_dflow.training.rounds import Relayed, RoundResult, draft_round, next_round
-from hf_dflow.training.trainer import Stage, Trainer
+from hf_dflow.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Checkpoints: folders that `DFlowDrafter.from_pretrained` loads, and beside the drafter all that a run needs to go on.
+"""Checkpoints: folders that `DFlowDrafter.from_pretrained` loads, with all that a run needs to resume beside it.
 
 What only training reads lies in `training/` within the folder, as safetensors and JSON; loading a drafter never looks
-there. A folder gets its name when it is whole, so a kill at any moment leaves the last whole one.
+there. A folder gets its name when it is complete, so a kill at any moment leaves the last complete one.
 """
 
 import json
@@ -22,7 +22,7 @@ from hf_dflow.model.drafter import DFlowDrafter
 PREFIX, PARTIAL = "checkpoint-", "checkpoint-partial"
 STATE = Path("training") / "state.json"
 OPTIMIZER = Path("training") / "optimizer.safetensors"
-# Of a drafter's configuration, what may differ between two runs of one training.
+# What may differ between the configurations of two runs of one training.
 NOT_SHAPE = (
     "transformers_version",
     "dtype",
@@ -35,7 +35,7 @@ NOT_SHAPE = (
 
 @dataclass
 class RunState:
-    """What a run must agree on with its checkpoint, and how far it has come.
+    """What a run must have in common with its checkpoint, and its progress.
 
     Args:
         identity (`dict`): Name to JSON value; all of it must be the same to resume.
@@ -47,18 +47,21 @@ class RunState:
 
 
 def shape_of(drafter: DFlowDrafter) -> dict[str, Any]:
-    """The configuration of a drafter as far as a resumed run must have the same."""
+    """The part of a drafter's configuration that a resumed run must have in common."""
     return {key: value for key, value in drafter.config.to_dict().items() if key not in NOT_SHAPE}
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Whole checkpoints in `output`, oldest first."""
-    found = [path for path in output.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+    """Complete checkpoints in `output`, oldest first."""
+    folders = [path for path in output.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+# -- writing
 
 
 def begin(output: Path) -> Path:
-    """An empty folder to write the next checkpoint to."""
+    """An empty folder for the next checkpoint."""
     partial = output / PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     (partial / STATE).parent.mkdir(parents=True)
@@ -66,7 +69,7 @@ def begin(output: Path) -> Path:
 
 
 def write_process_state(partial: Path, process: int, generators: dict[str, torch.Tensor]) -> None:
-    """Random states of one process; each writes its own."""
+    """Random states of one process; each process writes its own."""
     save_file(generators, _process_file(partial, process))
 
 
@@ -74,7 +77,7 @@ def write_shared_state(partial: Path, drafter: DFlowDrafter, optimizer: torch.op
     """Drafter, optimiser and counters, which are the same in all processes.
 
     Raises:
-        DFlowError: A weight is not finite; nothing takes the place of the last good checkpoint.
+        DFlowError: A weight is not finite; the last good checkpoint stays.
     """
     check_finite(drafter)
     _save_quietly(drafter, partial)
@@ -88,49 +91,15 @@ def write_shared_state(partial: Path, drafter: DFlowDrafter, optimizer: torch.op
 
 
 def finish(partial: Path, update: int, keep: int) -> Path:
-    """Give the checkpoint its name, then let go of all but the newest `keep`."""
+    """Give the checkpoint its name, then delete all but the newest `keep`."""
     for path in sorted(partial.rglob("*")):
         _flush(path)
     folder = partial.with_name(f"{PREFIX}{update}")
     _replace(partial, folder)
     for old in checkpoints(folder.parent)[:-keep]:
-        old.rename(partial)  # a folder that is being deleted must not look whole
+        old.rename(partial)  # a folder that is being deleted must not look complete
         shutil.rmtree(partial)
     return folder
-
-
-def read_state(folder: Path, expected: RunState, advice: str) -> RunState:
-    """The state in `folder`, checked against the run that wants to go on from it.
-
-    Raises:
-        DFlowError: Something in its identity differs; the message names what it was and what it is now.
-    """
-    try:
-        record = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        found = RunState(record["identity"], record["counters"])
-    except (OSError, ValueError, KeyError) as error:
-        raise DFlowError(f"{folder} cannot be resumed: {STATE} is missing or damaged ({error}); {advice}") from error
-    was, now = json.loads(json.dumps(found.identity)), json.loads(json.dumps(expected.identity))
-    differences = [_difference(part, was.get(part), now[part]) for part in now]
-    if any(differences):
-        raise DFlowError(f"{folder} belongs to another run: {', '.join(filter(None, differences))}; {advice}")
-    return found
-
-
-def load_training_state(folder: Path, drafter: DFlowDrafter, optimizer: torch.optim.Optimizer) -> None:
-    """Put weights and optimiser state back where they were."""
-    drafter.load_state_dict(load_file(folder / "model.safetensors"))
-    optimizer.state.clear()
-    parameters = dict(drafter.named_parameters())
-    for name_and_key, value in load_file(folder / OPTIMIZER).items():
-        name, key = name_and_key.rsplit("/", 1)
-        parameter = parameters[name]
-        optimizer.state[parameter][key] = value if value.ndim == 0 else value.to(parameter.device)
-
-
-def read_process_state(folder: Path, process: int) -> dict[str, torch.Tensor]:
-    """What [`write_process_state`] wrote."""
-    return load_file(_process_file(folder, process))
 
 
 def export(drafter: DFlowDrafter, folder: Path, dtype: torch.dtype, records: dict[str, Any]) -> None:
@@ -154,7 +123,7 @@ def check_finite(drafter: DFlowDrafter) -> None:
     for name, parameter in drafter.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise DFlowError(
-                f"{name} is not finite, so nothing was saved; go on from the last checkpoint with a lower learning rate"
+                f"{name} is not finite, so nothing was saved; resume the last checkpoint with a lower learning rate"
             )
 
 
@@ -169,16 +138,8 @@ def _save_quietly(drafter: DFlowDrafter, folder: Path) -> None:
             enable_progress_bar()
 
 
-def _difference(part: str, was: Any, now: Any) -> str:
-    """In words, empty where there is none; a setting that an older version did not write counts as left open."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-        return ", ".join(f"{part} {key!r} was {was.get(key)!r} and is {now.get(key)!r}" for key in keys)
-    return "" if was == now else f"{part} was {was!r} and is {now!r}"
-
-
 def _replace(partial: Path, folder: Path) -> None:
-    """Rename; a folder that already has the name goes first, and stays under another name until it is replaced."""
+    """Rename; an existing folder of that name keeps another name until it is replaced."""
     replaced = folder.with_name(f"{folder.name}-replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
@@ -201,3 +162,48 @@ def _flush(path: Path) -> None:
 
 def _process_file(folder: Path, process: int) -> Path:
     return folder / "training" / f"process-{process:05d}.safetensors"
+
+
+# -- reading
+
+
+def read_state(folder: Path, expected: RunState, advice: str) -> RunState:
+    """The state in `folder`, checked against the run that is to resume from it.
+
+    Raises:
+        DFlowError: Something in its identity differs; the message names both values.
+    """
+    try:
+        record = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = RunState(record["identity"], record["counters"])
+    except (OSError, ValueError, KeyError) as error:
+        raise DFlowError(f"{folder} cannot be resumed: {STATE} is missing or damaged ({error}); {advice}") from error
+    identity = json.loads(json.dumps(expected.identity))
+    differences = [_difference(part, state.identity.get(part), identity[part]) for part in identity]
+    if any(differences):
+        raise DFlowError(f"{folder} belongs to another run: {', '.join(filter(None, differences))}; {advice}")
+    return state
+
+
+def _difference(part: str, was: Any, now: Any) -> str:
+    """In words, empty if there is none; a setting that an older version did not write counts as left open."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+        return ", ".join(f"{part} {key!r} was {was.get(key)!r} and is {now.get(key)!r}" for key in keys)
+    return "" if was == now else f"{part} was {was!r} and is {now!r}"
+
+
+def load_training_state(folder: Path, drafter: DFlowDrafter, optimizer: torch.optim.Optimizer) -> None:
+    """Load weights and optimiser state."""
+    drafter.load_state_dict(load_file(folder / "model.safetensors"))
+    optimizer.state.clear()
+    parameters = dict(drafter.named_parameters())
+    for name_and_key, value in load_file(folder / OPTIMIZER).items():
+        name, key = name_and_key.rsplit("/", 1)
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = value if value.ndim == 0 else value.to(parameter.device)
+
+
+def read_process_state(folder: Path, process: int) -> dict[str, torch.Tensor]:
+    """The random states of one process."""
+    return load_file(_process_file(folder, process))

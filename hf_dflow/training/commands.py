@@ -1,4 +1,7 @@
-"""What `hf-dflow` offers for training: `data` and `train`."""
+"""The commands `hf-dflow data` and `hf-dflow train`.
+
+What needs torch is imported inside the commands: --help must not wait for it.
+"""
 
 import json
 from pathlib import Path
@@ -7,14 +10,13 @@ from typing import Annotated
 import typer
 
 from hf_dflow.checkpoints.names import check_name
-
-# What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.console import ThreadsOption, use_threads
 from hf_dflow.errors import DFlowError
 
 
 def data(
     target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
-    output: Annotated[Path, typer.Argument(help="JSONL file to write; continued if it was begun.")],
+    output: Annotated[Path, typer.Argument(help="JSONL file to write; resumed if it exists.")],
     prompts: Annotated[
         list[str] | None, typer.Option(help=".jsonl (prompt, or messages) or .txt file, own, or sharegpt; repeatable.")
     ] = None,
@@ -22,15 +24,15 @@ def data(
     split: Annotated[str, typer.Option(help="Split of --dataset.")] = "train",
     column: Annotated[str | None, typer.Option(help="Column of --dataset: texts or lists of messages.")] = None,
     use_answers: Annotated[
-        bool, typer.Option("--use-answers", help="Take the answers that the chats hold; ask nothing.")
+        bool, typer.Option("--use-answers", help="Take the answers that the chats hold; the target does not run.")
     ] = False,
     part: Annotated[str, typer.Option(help="train, held-out (6% of the prompts, by their hash) or all.")] = "all",
-    limit: Annotated[int, typer.Option(min=0, help="Take only so many prompts; 0 for all.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Number of prompts to take; 0 for all.")] = 0,
     temperature: Annotated[
-        list[float] | None, typer.Option(help="0 is greedy, as by default; given several times they take turns.")
+        list[float] | None, typer.Option(help="0, the default, is greedy; several are taken in turn.")
     ] = None,
     top_p: Annotated[float, typer.Option(help="Nucleus of sampled answers.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(help="An answer is cut there.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Answers are cut at this length.")] = 256,
     max_length: Annotated[int, typer.Option(min=1, help="Longest row in tokens, answer included.")] = 1024,
     batch: Annotated[int, typer.Option(help="Prompts answered together.")] = 32,
     dtype: Annotated[str, typer.Option(help="auto (bfloat16 on a GPU), float32, bfloat16 or float16.")] = "auto",
@@ -40,7 +42,7 @@ def data(
         str | None, typer.Option(help="Options of the chat template as JSON: '{\"enable_thinking\": false}'.")
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="No chat template: continue the prompts' text.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Write training rows: the target's own answers to prompts, or chats that already hold answers."""
     # Refused before anything is loaded.
@@ -53,7 +55,6 @@ def data(
 
     from transformers import AutoTokenizer
 
-    from hf_dflow.console import use_threads
     from hf_dflow.training import collect
     from hf_dflow.training.answers import Sampling
     from hf_dflow.training.frozen_target import describe_target, load_frozen_target, stop_ids
@@ -62,20 +63,22 @@ def data(
 
     use_threads(threads)
     sampling = Sampling(tuple(temperature or [0.0]), top_p, max_new_tokens, batch, seed)
-    given = (
-        read_dataset(dataset, split, column) if dataset else [p for name in prompts or [] for p in read_prompts(name)]
-    )
+    if dataset:
+        chats, source = read_dataset(dataset, split, column), f"{dataset}, split {split}, column {column or 'found'}"
+    else:
+        chats, source = [prompt for name in prompts or [] for prompt in read_prompts(name)], ", ".join(prompts or [])
     tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
     template = ChatTemplate(tokenizer, stop_ids(target, tokenizer, revision), options, is_plain=plain)
     model = None if use_answers else load_frozen_target(target, dtype, revision)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", max_length) if model else max_length
+    if model is not None:
+        max_length = min(max_length, getattr(model.config.get_text_config(), "max_position_embeddings", max_length))
     job = collect.Job(
-        given[: limit or None],
+        chats[: limit or None],
         template,
         target=describe_target(target, revision, model),
-        source=f"{dataset}, split {split}, column {column or 'found'}" if dataset else ", ".join(prompts or []),
+        source=source,
         part=part,
-        max_length=min(max_length, longest),
+        max_length=max_length,
     )
     if model is None:
         report = collect.collect_chats(job, output)
@@ -87,7 +90,7 @@ def data(
 def train(
     target: Annotated[str, typer.Argument(help="Folder or Hub name of the target, or of a PEFT adapter for one.")],
     data: Annotated[list[Path], typer.Argument(help="Rows to train on: JSONL files from hf-dflow data.")],
-    output: Annotated[Path, typer.Option(help="Folder for checkpoints, log and drafter; continued if it was begun.")],
+    output: Annotated[Path, typer.Option(help="Folder for checkpoints, log and drafter; resumed if it has any.")],
     config: Annotated[Path | None, typer.Option(help="JSON file that describes the run; --preset otherwise.")] = None,
     preset: Annotated[str, typer.Option(help="cpu (minutes for a small model) or gpu (the papers' sizes).")] = "cpu",
     updates: Annotated[int | None, typer.Option(min=1, help="In all; each stage in proportion.")] = None,
@@ -105,7 +108,7 @@ def train(
     max_length: Annotated[int, typer.Option(min=2, help="Longer rows are left out, in tokens.")] = 1024,
     seed: Annotated[int | None, typer.Option(min=0, help="Of initialisation, data order and anchors.")] = None,
     revision: Annotated[str | None, typer.Option(help="Of the target on the Hub.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Train a drafter for TARGET on its own answers, evaluate it by decoding, and save it to OUTPUT/drafter."""
     # Refused before anything is loaded.
@@ -115,19 +118,18 @@ def train(
     for name in (target, *([start_from] if start_from else [])):
         check_name(name)
 
-    from hf_dflow.console import use_threads
     from hf_dflow.training.config import PRESETS, TrainingConfig
 
     if preset not in PRESETS:
         raise DFlowError(f"--preset {preset} is unknown; use one of {', '.join(PRESETS)}")
-    given = (TrainingConfig.from_json(config) if config else PRESETS[preset]).to_dict()
+    fields = (TrainingConfig.from_json(config) if config else PRESETS[preset]).to_dict()
     if start_from and not config:
-        given["num_hidden_layers"] = given["block_size"] = None  # the drafter's own
-    told = {"train_only": train_only, "seed": seed, "correction_intermediate_size": correction}
-    given |= {key: value for key, value in told.items() if value is not None}
+        fields["num_hidden_layers"] = fields["block_size"] = None  # the drafter's own
+    options = {"train_only": train_only, "seed": seed, "correction_intermediate_size": correction}
+    fields |= {key: value for key, value in options.items() if value is not None}
     if train_only == "relay" and not config:
-        given["stages"] = [stage for stage in given["stages"] if stage["relay_rounds"]]
-    training = TrainingConfig.from_dict(given, str(config or f"preset {preset}"))
+        fields["stages"] = [stage for stage in fields["stages"] if stage["relay_rounds"]]
+    training = TrainingConfig.from_dict(fields, str(config or f"preset {preset}"))
 
     from hf_dflow.training import run
 
@@ -152,7 +154,7 @@ def _template_options(text: str | None) -> dict:
     try:
         options = json.loads(text or "{}")
     except json.JSONDecodeError as error:
-        raise DFlowError(f"--template-options {text}: no JSON ({error})") from error
+        raise DFlowError(f"--template-options {text}: not valid JSON ({error})") from error
     if not isinstance(options, dict):
         raise DFlowError(f"--template-options {text}: give a JSON object")
     return options

@@ -1,7 +1,9 @@
 """Everything that a training run depends on beside data and target, as one JSON file."""
 
 import json
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +12,7 @@ from typing import Any
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.configuration import REMOVED
 
-PRECISIONS = ("float32", "bfloat16")
-DTYPES = ("float32", "bfloat16", "float16")
-TRAIN_ONLY = (None, "relay", "correction")
-DEFAULT_CANDIDATES = 16
 LEAST_DECAY = 0.01  # nothing is left of the second slot's weight, and the first one's is still a number
-DECAY_OF_BLOCK = {8: 4.0, 10: 5.0, 16: 7.0}  # arXiv 2602.06036
 
 
 class TrainingConfigError(DFlowError, ValueError):
@@ -30,11 +27,11 @@ class Stage:
         updates (`int`): Optimiser steps.
         relay_rounds (`int`, *optional*, defaults to 0): Reject-conditioned rounds after the mask round.
         rows_per_update (`int`, *optional*, defaults to 8): Rows in one forward, on each process.
-        anchors_per_row (`int`, *optional*, defaults to 16): Different anchors of each row, where it has so many.
+        anchors_per_row (`int`, *optional*, defaults to 16): Different anchors of each row, if it has as many.
         learning_rate (`float`, *optional*, defaults to 1e-3): At the end of the warm-up.
         warmup_share (`float`, *optional*, defaults to 0.04): Share of the stage's updates.
         block_size (`int`, *optional*): Shorter than the drafter's, for early stages: while first slots are wrong, later
-            ones teach little, and the slots of one block of 8 are those of four blocks of 2.
+            ones teach little, and one block of 8 has as many slots as four blocks of 2.
         loss_decay (`float`, *optional*): As in the run, for this stage alone.
     """
 
@@ -47,17 +44,25 @@ class Stage:
     block_size: int | None = None
     loss_decay: float | None = None
 
+    def learning_rate_at(self, update: int) -> float:
+        """The learning rate of the stage's update number `update`, counted from 0."""
+        warmup = max(1, round(self.warmup_share * self.updates))
+        if update < warmup:
+            return self.learning_rate * (update + 1) / warmup
+        progress = (update - warmup) / max(1, self.updates - warmup)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
 
 @dataclass
 class TrainingConfig:
-    """A run. Fields that default to `None` are filled in by [`resolve`] from the drafter to continue, or the target.
+    """A run. [`resolve`] fills in fields that are `None`, from the drafter to continue or from the target.
 
     Args:
         num_hidden_layers (`int`, *optional*): Draft layers; 2.
         block_size (`int`, *optional*): Anchor and drafts; 8.
         mask_token_id (`int`, *optional*): Fills masked slots and is never proposed; a token that the data lacks.
         target_layer_ids (`list[int]`, *optional*): Tapped layers; up to 5 from the 2nd to the third-to-last.
-        draft_vocab_size (`int`, *optional*): Tokens of an own, smaller head, the data's most frequent; `None`: the
+        draft_vocab_size (`int`, *optional*): Tokens of a smaller head of its own, the data's most frequent; `None`: the
             target's head and all of its tokens.
         stages (`list[Stage]`): One after the other.
         loss_decay (`float`, *optional*): γ of the position-decayed loss, in slots; 4, 5, 7 for blocks of 8, 10, 16.
@@ -65,17 +70,17 @@ class TrainingConfig:
         teacher_top_k (`int`, *optional*, defaults to 32): Tokens kept of that distribution.
         use_relay (`bool`, *optional*, defaults to `True`): `False`: rounds without verifier states, no relay weights.
         relay_intermediate_size (`int`, *optional*): Width of the relay's MLP; by default the drafter's own.
-        correction_intermediate_size (`int`, *optional*): Width of a causal correction, by which each slot hears of the
-            draft before it; `None`: none, or the drafter's own.
-        correction_top_k (`int`, *optional*): Candidates of a slot that it chooses from; 16.
+        correction_intermediate_size (`int`, *optional*): Width of a causal correction, which conditions each slot on
+            the draft before it; `None`: none, or the drafter's own.
+        correction_top_k (`int`, *optional*): Candidates per slot of the correction; 16.
         base_share (`float`, *optional*, defaults to 0.25): Share of the slots that learn without the correction, so
             that their candidates stay good (after Domino's base-anchored training, arXiv 2605.29707).
         train_only (`str`, *optional*): "relay" or "correction" freezes everything else.
         precision (`str`, *optional*, defaults to "float32"): Or "bfloat16", the drafter's arithmetic under autocast.
             Its weights and the optimiser's state stay float32.
-        target_dtype (`str`, *optional*, defaults to "float32"): What the frozen target is loaded in.
-        feature_dtype (`str`, *optional*, defaults to "float32"): What its cached states are stored in.
-        save_dtype (`str`, *optional*, defaults to "bfloat16"): What the finished drafter is saved in.
+        target_dtype (`str`, *optional*, defaults to "float32"): Data type of the frozen target.
+        feature_dtype (`str`, *optional*, defaults to "float32"): Data type of its cached states.
+        save_dtype (`str`, *optional*, defaults to "bfloat16"): Data type of the finished drafter.
         initialise_from_target (`bool`, *optional*): Start draft layers as copies of the target's last; where they fit.
         other_candidates (`int`, *optional*, defaults to 2048): Random tokens in an update's softmax beside the data's.
         feature_noise (`float`, *optional*, defaults to 0): Relative noise on context features, against learning a small
@@ -86,8 +91,8 @@ class TrainingConfig:
         max_skips_in_row (`int`, *optional*, defaults to 25): Non-finite or unsupervised updates until the run stops.
         seed (`int`, *optional*, defaults to 0): Of initialisation, data order, anchors and noise.
         save_every (`int`, *optional*, defaults to 100): Updates between checkpoints.
-        keep_checkpoints (`int`, *optional*, defaults to 2): How many stay.
-        log_every (`int`, *optional*, defaults to 10): Updates that one line of `log.jsonl` is the mean of.
+        keep_checkpoints (`int`, *optional*, defaults to 2): How many are kept.
+        log_every (`int`, *optional*, defaults to 10): Updates that a line of `log.jsonl` averages.
         evaluate_every (`int`, *optional*): Updates between decodings of held-out prompts; a tenth of the run, 10 at
             least. 0: never.
         evaluate_prompts, evaluate_tokens (`int`, *optional*, default to 8 and 48): How many, and new tokens for each.
@@ -189,61 +194,133 @@ class TrainingConfig:
     def check(self, where: str = "training configuration") -> None:
         """Raise [`TrainingConfigError`] for the first impossible value."""
 
-        def require(holds: bool, key: str, allowed: str, holder: Any = self) -> None:
+        def require(holds: bool, key: str, allowed: str, stage: Stage | None = None) -> None:
             if not holds:
-                place = where if holder is self else f"{where}, stage {self.stages.index(holder) + 1}"
-                raise TrainingConfigError(f'{place}: "{key}" is {getattr(holder, key)!r}; give {allowed}')
+                place = where if stage is None else f"{where}, stage {self.stages.index(stage) + 1}"
+                value = getattr(self if stage is None else stage, key)
+                raise TrainingConfigError(f'{place}: "{key}" is {value!r}; give {allowed}')
 
         require(bool(self.stages), "stages", 'at least one, e.g. [{"updates": 1000}]')
         for stage in self.stages:
-            for key, least in (("updates", 1), ("relay_rounds", 0), ("rows_per_update", 1), ("anchors_per_row", 1)):
-                require(_is_int(getattr(stage, key), least), key, f"a whole number from {least}", stage)
-            require(_is_number(stage.learning_rate, above=0.0), "learning_rate", "a number above 0", stage)
-            require(_is_number(stage.warmup_share, 0.0, 1.0), "warmup_share", "a number in 0 … 1", stage)
-            own, block = stage.block_size, self.block_size
-            fits = own is None or (_is_int(own, 2) and (not isinstance(block, int) or own <= block))
-            require(fits, "block_size", f"a whole number from 2 to the drafter's {block or ''}".rstrip(), stage)
-            holds = stage.loss_decay is None or _is_number(stage.loss_decay, LEAST_DECAY)
-            require(holds, "loss_decay", f"a number from {LEAST_DECAY}", stage)
+            for key, check in STAGE_CHECKS.items():
+                require(check.holds(getattr(stage, key)), key, check.allowed, stage)
+            limit = self.block_size if isinstance(self.block_size, int) else None
+            fits = stage.block_size is None or limit is None or stage.block_size <= limit
+            require(fits, "block_size", f"a whole number from 2 to the drafter's {limit}", stage)
             if self.train_only == "relay":
                 require(stage.relay_rounds > 0, "relay_rounds", 'at least 1 with "train_only": "relay"', stage)
-        optional = {"num_hidden_layers": 1, "block_size": 2, "mask_token_id": 0, "draft_vocab_size": 1}
-        for key, least in {**optional, "evaluate_every": 0}.items():
-            require(
-                getattr(self, key) is None or _is_int(getattr(self, key), least), key, f"a whole number from {least}"
-            )
-        for key in ("teacher_top_k", "gradient_accumulation", "max_skips_in_row", "save_every", "keep_checkpoints"):
-            require(_is_int(getattr(self, key), 1), key, "a whole number from 1")
-        for key in ("log_every", "evaluate_prompts", "evaluate_tokens"):
-            require(_is_int(getattr(self, key), 1), key, "a whole number from 1")
-        require(_is_int(self.other_candidates, 0), "other_candidates", "a whole number from 0")
-        require(_is_int(self.seed, 0) and self.seed < 2**32, "seed", "a whole number in 0 … 2^32 - 1")
-        ids = self.target_layer_ids
-        is_list = ids is None or (isinstance(ids, list) and bool(ids) and all(_is_int(i, 0) for i in ids))
-        require(is_list, "target_layer_ids", "a list of layer numbers; 0 is the first decoder layer")
-        holds = self.loss_decay is None or _is_number(self.loss_decay, LEAST_DECAY)
-        require(holds, "loss_decay", f"a number from {LEAST_DECAY}")
-        require(_is_number(self.distillation, 0.0, 1.0), "distillation", "a number in 0 … 1")
-        require(_is_number(self.max_grad_norm, above=0.0), "max_grad_norm", "a number above 0")
-        for key in ("relay_intermediate_size", "correction_intermediate_size", "correction_top_k"):
-            require(getattr(self, key) is None or _is_int(getattr(self, key), 1), key, "a whole number from 1, or null")
-        require(_is_number(self.base_share, 0.0, 1.0), "base_share", "a number in 0 … 1")
-        corrects = self.correction_intermediate_size is not None
-        require(corrects or self.correction_top_k is None, "correction_top_k", "null without a correction")
-        require(not corrects or self.draft_vocab_size is None, "draft_vocab_size", "null with a causal correction")
-        for key in ("feature_noise", "weight_decay"):
-            require(_is_number(getattr(self, key), 0.0), key, "a number from 0")
-        for key, allowed in (
-            ("precision", PRECISIONS),
-            ("train_only", TRAIN_ONLY),
-            ("use_relay", (True, False)),
-            ("pack_rows", (True, False)),
-        ):
-            require(getattr(self, key) in allowed, key, f"one of {', '.join(map(json.dumps, allowed))}")
-        for key in ("target_dtype", "feature_dtype", "save_dtype"):
-            require(getattr(self, key) in DTYPES, key, f"one of {', '.join(map(json.dumps, DTYPES))}")
-        require(self.initialise_from_target in (None, True, False), "initialise_from_target", "true, false or null")
-        require(self.train_only != "relay" or self.use_relay, "use_relay", 'true with "train_only": "relay"')
+        for key, check in RUN_CHECKS.items():
+            require(check.holds(getattr(self, key)), key, check.allowed)
+        has_correction = self.correction_intermediate_size is not None
+        require(has_correction or self.correction_top_k is None, "correction_top_k", "null without a correction")
+        require(not has_correction or self.draft_vocab_size is None, "draft_vocab_size", "null with a correction")
+        require(self.use_relay or self.train_only != "relay", "use_relay", 'true with "train_only": "relay"')
+
+
+# -- what each field may be
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition on a value, and the same in words."""
+
+    holds: Callable[[Any], bool]
+    allowed: str
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(least: int, most: int | None = None) -> Check:
+    limit = "" if most is None else f" to {most}"
+    return Check(
+        lambda value: _is_integer(value) and least <= value <= (value if most is None else most),
+        f"a whole number from {least}{limit}",
+    )
+
+
+def _number(least: float, most: float | None = None) -> Check:
+    limit = "" if most is None else f" to {most:g}"
+    return Check(
+        lambda value: _is_number(value) and least <= value <= (value if most is None else most),
+        f"a number from {least:g}{limit}",
+    )
+
+
+def _positive() -> Check:
+    return Check(lambda value: _is_number(value) and value > 0, "a number above 0")
+
+
+def _one_of(*values: Any) -> Check:
+    return Check(lambda value: value in values, f"one of {', '.join(map(json.dumps, values))}")
+
+
+def _or_null(check: Check) -> Check:
+    return Check(lambda value: value is None or check.holds(value), f"{check.allowed}, or null")
+
+
+_LAYER_IDS = Check(
+    lambda value: isinstance(value, list) and bool(value) and all(_is_integer(i) and i >= 0 for i in value),
+    "a list of layer numbers; 0 is the first decoder layer",
+)
+_DTYPE = _one_of("float32", "bfloat16", "float16")
+STAGE_CHECKS = {
+    "updates": _integer(1),
+    "relay_rounds": _integer(0),
+    "rows_per_update": _integer(1),
+    "anchors_per_row": _integer(1),
+    "learning_rate": _positive(),
+    "warmup_share": _number(0, 1),
+    "block_size": _or_null(_integer(2)),
+    "loss_decay": _or_null(_number(LEAST_DECAY)),
+}
+RUN_CHECKS = {
+    "num_hidden_layers": _or_null(_integer(1)),
+    "block_size": _or_null(_integer(2)),
+    "mask_token_id": _or_null(_integer(0)),
+    "target_layer_ids": _or_null(_LAYER_IDS),
+    "draft_vocab_size": _or_null(_integer(1)),
+    "loss_decay": _or_null(_number(LEAST_DECAY)),
+    "distillation": _number(0, 1),
+    "teacher_top_k": _integer(1),
+    "use_relay": _one_of(True, False),
+    "relay_intermediate_size": _or_null(_integer(1)),
+    "correction_intermediate_size": _or_null(_integer(1)),
+    "correction_top_k": _or_null(_integer(1)),
+    "base_share": _number(0, 1),
+    "train_only": _one_of(None, "relay", "correction"),
+    "precision": _one_of("float32", "bfloat16"),
+    "target_dtype": _DTYPE,
+    "feature_dtype": _DTYPE,
+    "save_dtype": _DTYPE,
+    "initialise_from_target": _one_of(True, False, None),
+    "other_candidates": _integer(0),
+    "feature_noise": _number(0),
+    "weight_decay": _number(0),
+    "max_grad_norm": _positive(),
+    "gradient_accumulation": _integer(1),
+    "pack_rows": _one_of(True, False),
+    "max_skips_in_row": _integer(1),
+    "seed": _integer(0, 2**32 - 1),
+    "save_every": _integer(1),
+    "keep_checkpoints": _integer(1),
+    "log_every": _integer(1),
+    "evaluate_every": _or_null(_integer(0)),
+    "evaluate_prompts": _integer(1),
+    "evaluate_tokens": _integer(1),
+}
+
+
+def _refuse_unknown(kind: type, record: dict[str, Any], where: str) -> None:
+    known = [known_field.name for known_field in fields(kind)]
+    unknown = sorted(set(record) - set(known))
+    if unknown:
+        raise TrainingConfigError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
 
 
 PRESETS = {
@@ -272,20 +349,3 @@ PRESETS = {
         log_every=50,
     ),
 }
-
-
-def _refuse_unknown(kind: type, record: dict[str, Any], where: str) -> None:
-    known = [one.name for one in fields(kind)]
-    unknown = sorted(set(record) - set(known))
-    if unknown:
-        raise TrainingConfigError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
-
-
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: Any, least: float = 0.0, most: float = float("inf"), above: float | None = None) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return least <= value <= min(most, sys.float_info.max) and (above is None or value > above)

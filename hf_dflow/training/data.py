@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hf_dflow.errors import DFlowError
 
 HEADER_KEY, FORMAT_VERSION = "hf_dflow_data", 1  # a file's first line: {HEADER_KEY: FORMAT_VERSION, settings …}
@@ -60,6 +62,18 @@ class TrainingRow:
     def anchor_positions(self) -> list[int]:
         """Positions of supervised tokens that another one follows: the possible anchors of a decoding step."""
         return [position for start, end in self.spans for position in range(start, end - 1)]
+
+
+def supervised_ids(rows: list[TrainingRow]) -> torch.Tensor:
+    """Distinct supervised tokens `[K]` of the rows, in order.
+
+    Raises:
+        DFlowError: No row holds a supervised token behind another, so that nothing can be learned.
+    """
+    if not any(row.anchor_positions() for row in rows):
+        raise DFlowError(f"none of the {len(rows)} rows holds a supervised token behind another: nothing to train on")
+    ids = {token_id for row in rows for start, end in row.spans for token_id in row.token_ids[start:end]}
+    return torch.tensor(sorted(ids))
 
 
 def row_record(

@@ -1,7 +1,5 @@
-"""Tokens per step of a drafter in training, by decoding: a loss can look fine while drafts are refused."""
+"""Tokens per step of a drafter in training, by decoding: a loss can look fine while drafts are rejected."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +11,7 @@ from hf_dflow.model.drafter import DFlowDrafter
 
 @dataclass
 class DecodingCounts:
-    """What greedy decoding with a drafter came to, over some prompts."""
+    """Steps of greedy decoding over some prompts."""
 
     prompts: int = 0
     histogram: list[int] = field(default_factory=list)  # steps with 0, 1, … accepted drafts
@@ -24,7 +22,7 @@ class DecodingCounts:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean accepted length and the bonus; 1 without any step."""
+        """Mean accepted length and the bonus token; 1 without any step."""
         accepted = sum(length * steps for length, steps in enumerate(self.histogram))
         return 1.0 + accepted / max(1, self.steps)
 
@@ -54,7 +52,7 @@ def decode(
     """Continue each prompt with `generate(..., speculation_type="dflow")`, greedily, as serving does.
 
     Args:
-        target: The frozen target, wrapped by PEFT or not.
+        target (`PreTrainedModel`): The frozen target, wrapped by PEFT or not.
         prompts (`list[list[int]]`): Token ids of each prompt.
         use_relay (`bool`, *optional*): Off and on compare the same weights; the drafter's default otherwise.
     """
@@ -67,7 +65,9 @@ def decode(
         return_dict_in_generate=True,
         pad_token_id=0 if pad_id is None else pad_id,
     )
-    with _evaluating(drafter):
+    was_training = drafter.training
+    drafter.eval()  # without dropout
+    try:
         for prompt in prompts:
             input_ids = torch.tensor([prompt], device=target.device)
             output = target.generate(
@@ -78,15 +78,6 @@ def decode(
             )
             for accepted in output.statistics.per_step_accepted:
                 histogram[accepted] += 1
-    return DecodingCounts(len(prompts), histogram)
-
-
-@contextmanager
-def _evaluating(drafter: DFlowDrafter) -> Iterator[None]:
-    """Without dropout; afterwards as before."""
-    was_training = drafter.training
-    drafter.eval()
-    try:
-        yield
     finally:
         drafter.train(was_training)
+    return DecodingCounts(len(prompts), histogram)

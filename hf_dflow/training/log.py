@@ -1,4 +1,4 @@
-"""What a run says while it goes: `log.jsonl`, TensorBoard where it is installed, and a progress bar."""
+"""A run's log: `log.jsonl`, TensorBoard where it is installed, and a progress bar."""
 
 import json
 from importlib.util import find_spec
@@ -10,13 +10,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class RunLog:
-    """Records of one run; a context manager. Other processes than the first say nothing.
+    """Records of one run; a context manager. Only the main process writes.
 
     Args:
-        folder (`Path`): Holds `log.jsonl` and `tensorboard/`.
+        folder (`Path`): For `log.jsonl` and `tensorboard/`.
         updates (`int`): Of the whole run.
-        is_main (`bool`): Whether this process speaks.
-        console (`Console`, *optional*): Where to.
+        is_main (`bool`): Whether this is the main process.
+        console (`Console`, *optional*): For the bar and printed lines.
     """
 
     def __init__(self, folder: Path, updates: int, is_main: bool, console: Console | None = None):
@@ -46,12 +46,12 @@ class RunLog:
             self.writer.close()
 
     def start(self, update: int) -> None:
-        """Begin behind `update`; records past it, which a killed run had written, are taken out."""
+        """Begin after `update`; later records, which a killed run had written, are removed."""
         self.bar.update(self.task, completed=update)
         if not self.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._forget_after(update)
+        self._remove_after(update)
         if find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -61,11 +61,11 @@ class RunLog:
         """Move the bar."""
         self.bar.update(self.task, completed=update, loss=f"{loss:.3f}")
 
-    def record(self, update: int, *, say: bool = False, **values: Any) -> None:
+    def record(self, update: int, *, always_print: bool = False, **values: Any) -> None:
         """Write one line, and its numbers to TensorBoard; lists go there as `name/0`, `name/1`, …
 
         Args:
-            say (`bool`, *optional*, defaults to `False`): Print it even where a bar shows how the run goes.
+            always_print (`bool`, *optional*, defaults to `False`): Print the line even where there is a bar.
         """
         if not self.is_main:
             return
@@ -73,20 +73,20 @@ class RunLog:
             log.write(json.dumps({"update": update, **values}) + "\n")
         if "tokens_per_step" in values:
             self.bar.update(self.task, tokens=f"{values['tokens_per_step']:.2f}")
-        if say or not self.console.is_terminal:
-            self.say(f"update {update}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()))
-        for key, value in values.items() if self.writer is not None else ():
-            numbers = {f"{key}/{i}": one for i, one in enumerate(value)} if isinstance(value, list) else {key: value}
-            for name, number in numbers.items():
-                if isinstance(number, int | float):
-                    self.writer.add_scalar(name, number, update)
+        if always_print or not self.console.is_terminal:
+            line = f"update {update}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items())
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if self.writer is not None:
+            self._write_scalars(update, values)
 
-    def say(self, text: str) -> None:
-        """Print a line, above the bar."""
-        if self.is_main:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+    def _write_scalars(self, update: int, values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            scalars = {f"{key}/{i}": item for i, item in enumerate(value)} if isinstance(value, list) else {key: value}
+            for name, scalar in scalars.items():
+                if isinstance(scalar, int | float):
+                    self.writer.add_scalar(name, scalar, update)
 
-    def _forget_after(self, last: int) -> None:
+    def _remove_after(self, last: int) -> None:
         if not self.path.exists():
             return
         kept = []

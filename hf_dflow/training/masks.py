@@ -14,7 +14,7 @@ from hf_dflow.training.packing import CONTEXT, Places
 logger = logging.getLogger(__name__)
 
 # (row, head, query, key) index tensors, broadcast against each other -> bool: FlexAttention's signature.
-MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -22,39 +22,39 @@ class PackedMask:
     """Queries see the context of their own document before their bound, and the slots of their own block.
 
     Args:
-        queries (`Places`): Q a row.
-        keys (`Places`): K a row.
+        queries (`Places`): Q per row.
+        keys (`Places`): K per row.
     """
 
     queries: Places
     keys: Places
 
-    def rule(self, is_causal: bool, reach: int | None) -> MaskMod:
+    def rule(self, is_causal: bool, reach: int | None) -> MaskRule:
         """The rule as a function of indices.
 
         Args:
-            is_causal (`bool`): Hide what stands behind the query.
-            reach (`int`, *optional*): Hide what stands farther away than this.
+            is_causal (`bool`): Hide keys behind the query.
+            reach (`int`, *optional*): Hide keys farther away than this.
         """
         queries, keys = self.queries, self.keys
 
-        def visible(row, head, query, key):
+        def is_visible(row, head, query, key):
             is_before = (keys.document[row, key] == queries.document[row, query]) & (
                 keys.index[row, key] < queries.bound[row, query]
             )
             is_own = keys.block[row, key] == queries.block[row, query]
-            seen = torch.where(keys.block[row, key] == CONTEXT, is_before, is_own)
+            visible = torch.where(keys.block[row, key] == CONTEXT, is_before, is_own)
             distance = queries.index[row, query] - keys.index[row, key]
             if is_causal:
-                seen = seen & (distance >= 0)
+                visible = visible & (distance >= 0)
             if reach is not None:
-                seen = seen & (distance.abs() <= reach)
-            return seen
+                visible = visible & (distance.abs() <= reach)
+            return visible
 
-        return visible
+        return is_visible
 
     def dense(self, is_causal: bool, reach: int | None) -> torch.Tensor:
-        """Bool mask `[R, 1, Q, K]`, True where a query may look."""
+        """Bool mask `[R, 1, Q, K]`, True where a query sees a key."""
         rows, num_queries = self.queries.index.shape
         device = self.queries.index.device
         row = torch.arange(rows, device=device)[:, None, None]
@@ -65,16 +65,15 @@ class PackedMask:
     def for_flex(self, is_causal: bool, reach: int | None) -> Any:
         """FlexAttention's `BlockMask`: tiles in which no query sees any key are never computed."""
         rows, num_queries = self.queries.index.shape
-        device = self.queries.index.device
-        return create_block_mask(
-            self.rule(is_causal, reach), rows, None, num_queries, self.keys.index.shape[1], device=str(device)
-        )
+        device = str(self.queries.index.device)
+        num_keys = self.keys.index.shape[1]
+        return create_block_mask(self.rule(is_causal, reach), rows, None, num_queries, num_keys, device=device)
 
 
 def flex_fits(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
     """Whether FlexAttention serves this drafter: a CUDA device on which it compiles, and sizes that it takes."""
-    takes = device.type == "cuda" and dtype != torch.float64 and head_dim >= 16 and not dropout
-    return takes and _flex_compiles(str(device))
+    is_supported = device.type == "cuda" and dtype != torch.float64 and head_dim >= 16 and not dropout
+    return is_supported and _flex_compiles(str(device))
 
 
 @functools.cache

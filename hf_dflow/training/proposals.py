@@ -25,21 +25,21 @@ def greedy_proposals(
     Logits exist for a chunk of blocks at a time.
     """
     embedding, head, config = target.get_input_embeddings(), target.get_output_embeddings(), drafter.config
-    blocks = max(1, slots_per_chunk(config.vocab_size, hidden.device) // max(1, hidden.shape[1]))
-    chosen = []
-    for states, previous in zip(hidden.split(blocks), anchor_ids.split(blocks), strict=True):
+    blocks_per_chunk = max(1, slots_per_chunk(config.vocab_size, hidden.device) // max(1, hidden.shape[1]))
+    proposals = []
+    for states, previous in zip(hidden.split(blocks_per_chunk), anchor_ids.split(blocks_per_chunk), strict=True):
         logits = drafter.compute_logits(states, head)
         logits[..., config.mask_token_id] = -torch.inf
         candidates = drafter.candidates(states, logits.to(states.device), embedding, head)
         if candidates is None:
-            chosen.append(logits.argmax(dim=-1).to(hidden.device))
+            proposals.append(logits.argmax(dim=-1).to(hidden.device))
             continue
         tokens: list[torch.Tensor] = []
         for slot in range(hidden.shape[1]):
             previous = candidates.logits(slot, previous, logits.shape[-1]).argmax(dim=-1)
             tokens.append(previous)
-        chosen.append(torch.stack(tokens, dim=1))
-    return torch.cat(chosen)
+        proposals.append(torch.stack(tokens, dim=1))
+    return torch.cat(proposals)
 
 
 @torch.no_grad()
@@ -48,29 +48,28 @@ def proposal_features(
 ) -> torch.Tensor:
     """Target states `[A, N + 1, layers * H]` of every block `[anchor, proposals]`, all of them in one target pass.
 
-    A block sees its document before its anchor, and itself. Keys and values of the rows' own tokens are computed by the
-    first call and kept in `sequences.target_cache`, so that every round pays for its blocks alone.
+    A block sees its document before its anchor, and itself. The first call computes keys and values of the rows' own
+    tokens and keeps them in `sequences.target_cache`, so that every round pays for its blocks alone.
 
     Args:
         proposals (`torch.LongTensor` of shape `(A, N)`): What was drafted.
-        layer_ids (`list[int]`): Whose outputs are wanted. That of the last layer carries the final norm.
+        layer_ids (`list[int]`): Layers whose outputs are returned. That of the last layer carries the final norm.
 
     Raises:
         DFlowError: The target has layers, or an attention implementation, that cannot run blocks side by side.
     """
-    attention = _check_attention(target)
-    block_ids = torch.cat([sequences.token_ids[anchors.row, anchors.position][:, None], proposals], dim=1)
+    attention = _attention_kinds(target)
+    block_ids = torch.cat([sequences.anchor_ids(anchors)[:, None], proposals], dim=1)
     blocks = BlockLayout(anchors, len(sequences.lengths), block_ids.shape[1])
     context, own = context_places(sequences), blocks.places(sequences)
     if sequences.target_cache is None:
-        cache = DynamicCache()  # without a configuration, so that sliding layers keep all rows; the mask has the window
-        within_documents = sequences.document_starts is not None  # else plain causal attention, and padding is behind
+        has_documents = sequences.document_starts is not None  # else plain causal attention, as padding comes last
         _, sequences.target_cache = _forward(
             target,
             sequences.token_ids,
-            attention_mask=_target_mask(target, attention, PackedMask(context, context)) if within_documents else None,
+            attention_mask=_target_mask(target, attention, PackedMask(context, context)) if has_documents else None,
             position_ids=context.positions,
-            cache=cache,
+            cache=DynamicCache(),  # no configuration: sliding layers keep all rows, and the mask has the window
         )
     states, cache = _forward(
         target,
@@ -83,11 +82,14 @@ def proposal_features(
     return blocks.unpack(capture_features(states, layer_ids))
 
 
-def _forward(target, token_ids, *, attention_mask, position_ids, cache):
+def _forward(
+    target: Any, token_ids: torch.Tensor, *, attention_mask: Any, position_ids: torch.Tensor, cache: Any
+) -> tuple[Any, Any]:
+    """Hidden states of all layers and the extended cache; no logits are computed."""
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None:  # slots past it, and padding, teach nothing, but a table of learned positions has no row
         position_ids = position_ids.clamp(max=limit - 1)
-    output = inner_model(target)(  # its states are wanted, and nobody reads logits
+    output = inner_model(target)(
         token_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
@@ -98,8 +100,8 @@ def _forward(target, token_ids, *, attention_mask, position_ids, cache):
     return output.hidden_states, get_cache(output)
 
 
-def _check_attention(target) -> dict[str, int | None]:
-    """Reach of each kind of attention layer that the target has, `None` for all of the past."""
+def _attention_kinds(target: Any) -> dict[str, int | None]:
+    """The kinds of attention layers that the target has, and their reach; `None` is all of the past."""
     config = target.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])
     others = kinds - {FULL, SLIDING}
@@ -121,10 +123,10 @@ def _check_attention(target) -> dict[str, int | None]:
     return {kind: reach if kind == SLIDING else None for kind in kinds}
 
 
-def _target_mask(target, attention: dict[str, int | None], mask: PackedMask):
-    """One additive mask, or one for each kind of layer as transformers' models with several kinds take them."""
+def _target_mask(target: Any, attention: dict[str, int | None], mask: PackedMask) -> Any:
+    """One additive mask, or one for each kind of layer, as transformers' models with several kinds take them."""
 
-    def additive(reach):  # eager attention would add a boolean mask as zeros and ones
+    def additive(reach: int | None) -> torch.Tensor:  # eager attention would add a boolean mask as zeros and ones
         visible = mask.dense(True, reach)
         return torch.zeros_like(visible, dtype=target.dtype).masked_fill(~visible, torch.finfo(target.dtype).min)
 

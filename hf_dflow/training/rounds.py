@@ -8,15 +8,15 @@ from torch import nn
 
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.masks import PackedMask, flex_fits
-from hf_dflow.training.packing import IGNORED, Anchors, BlockLayout, Sequences, context_places
+from hf_dflow.training.packing import IGNORED, Anchors, BlockLayout, Places, Sequences, context_places
 from hf_dflow.training.proposals import greedy_proposals, proposal_features
 
 
 @dataclass
 class Relayed:
-    """What the frozen target computed on the rejected rows of the round before, shifted to the slots it feeds."""
+    """What the frozen target computed on the rejected rows of the round before, shifted to the slots that it feeds."""
 
-    features: torch.Tensor  # [A, N, taps * target_hidden_size]; slot i is row i - 1
+    features: torch.Tensor  # [A, N, taps * target_hidden_size]; index i feeds slot i + 1
     is_fed: torch.Tensor  # [A, N]
     bonus_ids: torch.Tensor  # [A]
     rejected_ids: torch.Tensor  # [A]
@@ -24,7 +24,7 @@ class Relayed:
 
 @dataclass
 class RoundResult:
-    """Draft states of all slots and what they should have said."""
+    """Draft states of all slots and what they should predict."""
 
     hidden: torch.Tensor  # [A, N, H]
     labels: torch.Tensor  # [A, N], IGNORED past the end of the document and where nothing is supervised
@@ -42,7 +42,7 @@ def draft_round(
     block_size: int | None = None,
     use_flex: bool | None = None,
 ) -> RoundResult:
-    """Draft every anchor's block in one forward, its slots plain masks or conditioned on `relayed`.
+    """Draft every anchor's block in one forward; its slots are plain masks or conditioned on `relayed`.
 
     All blocks of a row are one row of queries; their keys are the row's context and the blocks themselves. Distances
     and directions are the serving mask's, so that training sees what decoding will see.
@@ -57,10 +57,10 @@ def draft_round(
         use_flex = flex_fits(parameter.device, parameter.dtype, config.head_dim, config.attention_dropout)
     length = block_size or config.block_size
     # A dense mask grows with the square of the blocks in a row: past the context's length more rows are cheaper.
-    most = None if use_flex else max(16, sequences.token_ids.shape[1] // length)
-    blocks = BlockLayout(anchors, len(sequences.lengths), length, most)
+    max_blocks = None if use_flex else max(16, sequences.token_ids.shape[1] // length)
+    blocks = BlockLayout(anchors, len(sequences.lengths), length, max_blocks)
     context, own = context_places(sequences), blocks.places(sequences)
-    own_context = type(context)(*(blocks.repeat(values) for values in vars(context).values()))
+    own_context = Places(*(blocks.repeat(values) for values in vars(context).values()))
     masks = _masks_by_kind(drafter, PackedMask(own, own_context + own), use_flex)
     context_key_values = drafter.context_key_values(drafter.project_context(sequences.features), context.positions)
 
@@ -72,7 +72,7 @@ def draft_round(
         )
 
     hidden = drafter.draft_hidden(
-        blocks.pack(_block_embeds(drafter, target, sequences, anchors, relayed, length)),
+        blocks.pack(_block_embeds(drafter, target, sequences.anchor_ids(anchors), relayed, length)),
         own.positions,
         extend,
         lambda layer_idx, _: masks[config.layer_types[layer_idx]],
@@ -81,6 +81,7 @@ def draft_round(
 
 
 def _masks_by_kind(drafter: DFlowDrafter, mask: PackedMask, use_flex: bool) -> dict[str, Any]:
+    """The drafter's serving masks, by kind of layer."""
     config = drafter.config
     build = mask.for_flex if use_flex else mask.dense
     rules = {
@@ -91,10 +92,9 @@ def _masks_by_kind(drafter: DFlowDrafter, mask: PackedMask, use_flex: bool) -> d
 
 
 def _block_embeds(
-    drafter, target, sequences: Sequences, anchors: Anchors, relayed: Relayed | None, length: int
+    drafter: DFlowDrafter, target: Any, anchor_ids: torch.Tensor, relayed: Relayed | None, length: int
 ) -> torch.Tensor:
-    """Input embeddings `[A, L, H]`: the anchor's, and mask embeddings with what the relay adds to them."""
-    anchor_ids = sequences.token_ids[anchors.row, anchors.position]
+    """Input embeddings `[A, L, H]`: the anchor's, and mask embeddings with the relay's additions."""
     masks = anchor_ids.new_full((len(anchor_ids), length - 1), drafter.config.mask_token_id)
     embeds = drafter.embed(torch.cat([anchor_ids[:, None], masks], dim=1), target.get_input_embeddings())
     if relayed is None:
@@ -102,8 +102,16 @@ def _block_embeds(
     return embeds + nn.functional.pad(relay_additions(drafter, target, relayed), (0, 0, 1, 0))
 
 
+def relay_additions(drafter: DFlowDrafter, target: Any, relayed: Relayed) -> torch.Tensor:
+    """Additions `[A, N, H]` to the mask embeddings of slots 1 … N; zero where nothing is fed."""
+    additions = drafter.relay_additions(
+        relayed.features, relayed.bonus_ids, relayed.rejected_ids, target.get_input_embeddings()
+    )
+    return torch.where(relayed.is_fed[..., None], additions, 0.0)
+
+
 def _with_labels(hidden: torch.Tensor, sequences: Sequences, anchors: Anchors) -> RoundResult:
-    """Slot k answers for the token at anchor + k."""
+    """Slot k predicts the token at anchor + k."""
     slots = torch.arange(1, hidden.shape[1] + 1, device=anchors.position.device)
     positions = anchors.position[:, None] + slots
     row, column = anchors.row[:, None], positions.clamp(max=sequences.token_ids.shape[1] - 1)
@@ -118,24 +126,10 @@ def _with_labels(hidden: torch.Tensor, sequences: Sequences, anchors: Anchors) -
     return result
 
 
-def previous_embeds(
-    drafter: DFlowDrafter, target: Any, sequences: Sequences, anchors: Anchors, labels: torch.Tensor
-) -> torch.Tensor:
+def previous_embeds(drafter: DFlowDrafter, target: Any, anchor_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Embeddings `[A, N, H]` of the token before each slot on the trajectory, whose tokens are `labels` `[A, N]`."""
-    anchor_ids = sequences.token_ids[anchors.row, anchors.position]
     previous_ids = torch.cat([anchor_ids[:, None], labels[:, :-1].clamp(min=0)], dim=1)
     return drafter.embed(previous_ids, target.get_input_embeddings())
-
-
-def relay_additions(drafter: DFlowDrafter, target: Any, relayed: Relayed) -> torch.Tensor:
-    """Additions `[A, N, H]` to the mask embeddings of slots 1 … N; zero where nothing is fed."""
-    additions = drafter.relay_additions(
-        relayed.features,
-        relayed.bonus_ids,
-        relayed.rejected_ids,
-        target.get_input_embeddings(),
-    )
-    return torch.where(relayed.is_fed[..., None], additions, 0.0)
 
 
 def accepted_lengths(proposals: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -155,22 +149,22 @@ def next_round(
     """Run the round's greedy proposals through the frozen target and step every anchor along its trajectory.
 
     Accepted length and bonus come from the stored trajectory, so the next round's context features are reused.
-    Anchors whose next block has no label left are kept; their labels are all ignored. Without the relay, which is an
-    ablation, the anchors step alike and the target is not asked.
+    Anchors whose next block has no label left are kept; their labels are all ignored. Without the relay, an ablation,
+    the anchors step in the same way and the target does not run.
     """
-    anchor_ids = sequences.token_ids[anchors.row, anchors.position]
-    proposals = greedy_proposals(drafter, target, result.hidden, anchor_ids)  # [A, N]
+    proposals = greedy_proposals(drafter, target, result.hidden, sequences.anchor_ids(anchors))  # [A, N]
     accepted = accepted_lengths(proposals, result.labels)  # [A]
     position = torch.minimum(anchors.position + accepted + 1, sequences.document_ends(anchors) - 1)
-    following = Anchors(anchors.row, position)
+    next_anchors = Anchors(anchors.row, position)
     if not use_relay:
-        return following, None
-    layer_ids = list(drafter.config.target_layer_ids)
-    taps = proposal_features(target, sequences, anchors, proposals, layer_ids)  # [A, N + 1, layers * H], row 0 anchor's
+        return next_anchors, None
+    taps = proposal_features(target, sequences, anchors, proposals, list(drafter.config.target_layer_ids))
     num_drafts = proposals.shape[1]
-    source_rows = accepted[:, None] + torch.arange(1, num_drafts + 1, device=proposals.device)
-    is_fed = source_rows <= num_drafts  # slot j - a is fed by row j
-    gathered = taps.gather(1, source_rows.clamp(max=num_drafts)[..., None].expand(-1, -1, taps.shape[-1]))
-    rejected_ids = proposals.gather(1, accepted.clamp(max=num_drafts - 1)[:, None])[:, 0]
-    bonus_ids = sequences.token_ids[anchors.row, position]
-    return following, Relayed(gathered, is_fed, bonus_ids, rejected_ids)
+    source_rows = accepted[:, None] + torch.arange(1, num_drafts + 1, device=proposals.device)  # row j feeds slot j - a
+    last_draft = accepted.clamp(max=num_drafts - 1)
+    return next_anchors, Relayed(
+        features=taps.gather(1, source_rows.clamp(max=num_drafts)[..., None].expand(-1, -1, taps.shape[-1])),
+        is_fed=source_rows <= num_drafts,
+        bonus_ids=sequences.anchor_ids(next_anchors),
+        rejected_ids=proposals.gather(1, last_draft[:, None])[:, 0],
+    )

@@ -19,34 +19,34 @@ from hf_dflow.generation.pair import record_target
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training import checkpoint
 from hf_dflow.training.config import TrainingConfig
-from hf_dflow.training.data import DataFile, TrainingRow, read_data, split_rows
+from hf_dflow.training.data import DataFile, TrainingRow, read_data, split_rows, supervised_ids
 from hf_dflow.training.evaluate import DecodingCounts, decode
 from hf_dflow.training.features import FeatureStore, LiveFeatures
 from hf_dflow.training.frozen_target import describe_target, load_frozen_target
 from hf_dflow.training.start import resolve
 from hf_dflow.training.templates import chat_mode
-from hf_dflow.training.trainer import Trainer, supervised_ids
+from hf_dflow.training.trainer import Trainer
 
 FILLING_TIMEOUT = timedelta(days=2)  # other processes wait while the first fills the feature cache
 
 
 @dataclass
 class TrainingReport:
-    """What a run came to.
+    """The result of a run.
 
     Args:
         folder (`Path`): The finished drafter, for `from_pretrained`.
-        updates, skipped (`int`): Done, and of these without effect.
-        relay_on, relay_off (`DecodingCounts`, *optional*): Held-out prompts decoded with the finished drafter.
+        updates, skipped (`int`): All updates, and those of them without effect.
         is_main_process (`bool`): Of several processes, whether this is the one that decoded and saved.
+        relay_on, relay_off (`DecodingCounts`, *optional*): Held-out prompts decoded with the finished drafter.
     """
 
     folder: Path
     updates: int
     skipped: int
-    relay_on: DecodingCounts | None
-    relay_off: DecodingCounts | None
     is_main_process: bool
+    relay_on: DecodingCounts | None = None
+    relay_off: DecodingCounts | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.updates} updates ({self.skipped} skipped); the drafter is in {self.folder}"]
@@ -57,6 +57,16 @@ class TrainingReport:
                     f"first draft accepted in {counts.first_draft_rate:.0%} of {counts.steps} steps"
                 )
         return "\n".join(lines)
+
+    def as_record(self, max_new_tokens: int) -> dict[str, Any]:
+        """For `evaluation.json`."""
+        return {
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "max_new_tokens": max_new_tokens,
+            "relay_on": self.relay_on and self.relay_on.as_record(),
+            "relay_off": self.relay_off and self.relay_off.as_record(),
+        }
 
 
 def train(
@@ -80,12 +90,12 @@ def train(
         output (`Path`): For checkpoints, log, and the finished drafter in `drafter/`.
         start_from (`str`, *optional*): Folder or Hub name of a drafter to continue from, DFlash or DFlow.
         features (`Path`, *optional*): Folder for cached target states; `output / "features"` by default.
-        compute_live (`bool`, *optional*, defaults to `False`): Cache nothing, and compute them at each update.
+        compute_live (`bool`, *optional*, defaults to `False`): Cache nothing; compute target states at each update.
         max_length (`int`, *optional*, defaults to 1024): Longer rows are left out.
         held_out_share (`float`, *optional*, defaults to 0.06): Of the prompts, by their hash; never trained on.
 
     Raises:
-        DFlowError: In words, before the first update wherever the reason can be known then.
+        DFlowError: What cannot work, before the first update wherever the reason can be known then.
     """
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=FILLING_TIMEOUT)])
     training.check()
@@ -99,31 +109,14 @@ def train(
     target = load_frozen_target(target_name, training.target_dtype, revision, accelerator.device)
     _check_token_ids(rows + held_out, target)
     tokenizer = _load_tokenizer(target_name, revision)
-    # Among its special tokens an unused one makes the best mask.
-    special_ids = [] if tokenizer is None else list(tokenizer.all_special_ids)
+    special_ids = [] if tokenizer is None else list(tokenizer.all_special_ids)  # an unused one makes the best mask
     training = resolve(training, target, supervised_ids(rows), drafter, special_ids)
-    arguments: Any = (rows, target, training.target_layer_ids)
-    options: Any = {
-        "dtype": training.feature_dtype,
-        "teacher_top_k": training.teacher_top_k if training.distillation else 0,
-    }
-    if compute_live:
-        store: LiveFeatures = LiveFeatures(*arguments, **options)
-    else:
-        with accelerator.main_process_first():
-            store = FeatureStore((features or output / "features"), *arguments, **options)
-            store.fill(lambda done, total: accelerator.print(f"target states of {done} of {total} rows"))
-    shown_name = target_name if not Path(target_name).exists() else Path(target_name).resolve().name
-    trainer = Trainer(
-        training,
-        target,
-        rows,
-        store,
-        output,
-        drafter,
-        prompts=held_out_prompts(held_out),
-        target_name=shown_name,
+    store = _prepare_features(
+        accelerator, rows, target, training, None if compute_live else features or output / "features"
     )
+    shown_name = target_name if not Path(target_name).exists() else Path(target_name).resolve().name
+    prompts = held_out_prompts(held_out)
+    trainer = Trainer(training, target, rows, store, output, drafter, prompts=prompts, target_name=shown_name)
     for path, file in zip(data, files, strict=True):
         written_by = (file.header or {}).get("target", {}).get("weights")
         if written_by not in (None, trainer.identity["target"]):
@@ -131,11 +124,11 @@ def train(
                 f"{path.name} was answered by another target than this, or by this one in another dtype; a drafter "
                 "learns its own target best"
             )
-    parameters = sum(one.numel() for one in trainer.parameters)
-    accelerator.print(f"{len(rows)} rows to train on, {len(held_out)} held out; {parameters:,} parameters trained")
+    num_parameters = sum(parameter.numel() for parameter in trainer.parameters)
+    accelerator.print(f"{len(rows)} rows to train on, {len(held_out)} held out; {num_parameters:,} parameters trained")
     if trainer.resume():
-        accelerator.print(f"resumed behind update {trainer.update} of {training.updates}")
-    # Behind the check of what a resumed run must have in common: what is recorded of the target is no part of that.
+        accelerator.print(f"resumed after update {trainer.update} of {training.updates}")
+    # After `resume`, which compares what a run must have in common: the record of the target is not part of that.
     record_pair(trainer.drafter, target, tokenizer, files)
     trainer.run()
     if trainer.skipped == trainer.update:
@@ -143,25 +136,21 @@ def train(
             f"all {trainer.update} updates were skipped, so nothing was learned and nothing is saved; "
             f"{output / 'log.jsonl'} says why."
         )
-    report = TrainingReport(
-        output / "drafter", trainer.update, trainer.skipped, None, None, accelerator.is_main_process
-    )
+    report = TrainingReport(output / "drafter", trainer.update, trainer.skipped, accelerator.is_main_process)
     if accelerator.is_main_process:
-        if trainer.prompts:
-            limits = trainer.prompts, training.evaluate_tokens
-            report.relay_off = decode(trainer.drafter, target, *limits, use_relay=False)
-            if trainer.drafter.relay is not None:
-                report.relay_on = decode(trainer.drafter, target, *limits, use_relay=True)
+        _evaluate(trainer, report)
+        provenance = {
+            "target": describe_target(shown_name, revision, target),
+            "started_from": start_from and (Path(start_from).name if Path(start_from).exists() else start_from),
+            "data": [_describe_file(path, file) for path, file in zip(data, files, strict=True)],
+            "rows_trained_on": len(rows),
+            "rows_held_out": len(held_out),
+            "software": _versions(),
+        }
         records = {
             "training": training.to_dict(),
-            "provenance": _provenance(shown_name, revision, target, data, files, start_from, len(rows), len(held_out)),
-            "evaluation": {
-                "updates": report.updates,
-                "skipped": report.skipped,
-                "max_new_tokens": training.evaluate_tokens,
-                "relay_on": report.relay_on and report.relay_on.as_record(),
-                "relay_off": report.relay_off and report.relay_off.as_record(),
-            },
+            "provenance": provenance,
+            "evaluation": report.as_record(training.evaluate_tokens),
         }
         checkpoint.export(trainer.drafter, report.folder, getattr(torch, training.save_dtype), records)
     accelerator.wait_for_everyone()
@@ -169,34 +158,13 @@ def train(
 
 
 def _check_token_ids(rows: list[TrainingRow], target: Any) -> None:
-    known = target.get_input_embeddings().weight.shape[0]
+    vocab_size = target.get_input_embeddings().weight.shape[0]
     for row in rows:
-        if max(row.token_ids) >= known:
+        if max(row.token_ids) >= vocab_size:
             raise DFlowError(
-                f"a row holds token {max(row.token_ids)}, this target has the tokens 0 … {known - 1}: the data was "
-                "made with another tokenizer. Let this target answer the prompts (hf-dflow data)."
+                f"a row holds token {max(row.token_ids)}, this target has the tokens 0 … {vocab_size - 1}: the data "
+                "was made with another tokenizer. Let this target answer the prompts (hf-dflow data)."
             )
-
-
-def held_out_prompts(held_out: list[TrainingRow]) -> list[list[int]]:
-    """Prompts to decode, the ones that the target answered greedily first: their answers are what greedy gives."""
-    ordered = sorted(held_out, key=lambda row: row.temperature != 0.0)
-    return [row.token_ids[: row.prompt_length] for row in ordered if row.prompt_length]
-
-
-def record_pair(drafter: DFlowDrafter, target: Any, tokenizer: Any, files: list[DataFile]) -> None:
-    """Write into the drafter's configuration what it is trained for; nothing stays of an earlier target.
-
-    The chat mode is what the data files say of themselves, where all say the same. Of files that say nothing, a drafter
-    that the run continued from keeps its own.
-    """
-    config: Any = drafter.config
-    config.target_name = config.target_revision = config.tokenizer_fingerprint = None
-    templates = [(file.header or {}).get("template") for file in files]
-    modes = {template and chat_mode(template, tokenizer) for template in templates}
-    if modes != {None}:
-        config.chat_mode = modes.pop() if len(modes) == 1 else None
-    record_target(drafter, target, tokenizer)
 
 
 def _load_tokenizer(name: str, revision: str | None) -> Any:
@@ -207,36 +175,66 @@ def _load_tokenizer(name: str, revision: str | None) -> Any:
         return None
 
 
-def _provenance(
-    target_name: str,
-    revision: str | None,
-    target: Any,
-    data: list[Path],
-    files: list[DataFile],
-    start_from: str | None,
-    trained_rows: int,
-    held_out_rows: int,
-) -> dict[str, Any]:
+def _prepare_features(
+    accelerator: Accelerator, rows: list[TrainingRow], target: Any, training: TrainingConfig, folder: Path | None
+) -> LiveFeatures:
+    """Features of the rows, cached in `folder` by the first process; computed on demand without a folder."""
+    layer_ids: Any = training.target_layer_ids  # resolved
+    teacher_top_k = training.teacher_top_k if training.distillation else 0
+    if folder is None:
+        return LiveFeatures(rows, target, layer_ids, dtype=training.feature_dtype, teacher_top_k=teacher_top_k)
+    with accelerator.main_process_first():
+        store = FeatureStore(folder, rows, target, layer_ids, dtype=training.feature_dtype, teacher_top_k=teacher_top_k)
+        store.fill(lambda done, total: accelerator.print(f"target states of {done} of {total} rows"))
+    return store
+
+
+def held_out_prompts(held_out: list[TrainingRow]) -> list[list[int]]:
+    """Prompts to decode, those that the target answered greedily first: greedy decoding gives their answers."""
+    ordered = sorted(held_out, key=lambda row: row.temperature != 0.0)
+    return [row.token_ids[: row.prompt_length] for row in ordered if row.prompt_length]
+
+
+def record_pair(drafter: DFlowDrafter, target: Any, tokenizer: Any, files: list[DataFile]) -> None:
+    """Write into the drafter's configuration which target it is trained for; nothing stays of an earlier target.
+
+    The chat mode is that of the data files, if all agree. If no file has one, a drafter that the run continues keeps
+    its own.
+    """
+    config: Any = drafter.config
+    config.target_name = config.target_revision = config.tokenizer_fingerprint = None
+    templates = [(file.header or {}).get("template") for file in files]
+    modes = {template and chat_mode(template, tokenizer) for template in templates}
+    if modes != {None}:
+        config.chat_mode = modes.pop() if len(modes) == 1 else None
+    record_target(drafter, target, tokenizer)
+
+
+def _evaluate(trainer: Trainer, report: TrainingReport) -> None:
+    """Decode the held-out prompts with the finished drafter, relay off and on."""
+    if not trainer.prompts:
+        return
+    limits = trainer.prompts, trainer.training.evaluate_tokens
+    report.relay_off = decode(trainer.drafter, trainer.target, *limits, use_relay=False)
+    if trainer.drafter.relay is not None:
+        report.relay_on = decode(trainer.drafter, trainer.target, *limits, use_relay=True)
+
+
+def _describe_file(path: Path, file: DataFile) -> dict[str, Any]:
     return {
-        "target": describe_target(target_name, revision, target),
-        "started_from": start_from and (Path(start_from).name if Path(start_from).exists() else start_from),
-        "data": [
-            {
-                "file": path.name,
-                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-                "rows": len(file.rows),
-                "supervised_tokens": sum(row.supervised_tokens for row in file.rows),
-                "header": file.header,
-            }
-            for path, file in zip(data, files, strict=True)
-        ],
-        "rows_trained_on": trained_rows,
-        "rows_held_out": held_out_rows,
-        "software": {
-            "hf_dflow": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": accelerate.__version__,
-            "python": platform.python_version(),
-        },
+        "file": path.name,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "rows": len(file.rows),
+        "supervised_tokens": sum(row.supervised_tokens for row in file.rows),
+        "header": file.header,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "hf_dflow": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "python": platform.python_version(),
     }

@@ -17,7 +17,7 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")  # names that templates give
 
 
 class ChatTemplateError(DFlowError, ValueError):
-    """The template cannot render a chat, or what the assistant wrote cannot be told from what the template adds."""
+    """The template cannot render a chat, or the assistant's text cannot be separated from the template's."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class EncodedChat:
 
 
 class ChatTemplate:
-    """The target's own chat template with the options that it is called with.
+    """The target's own chat template with its options.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         eos_ids (`set[int]`): Tokens at which the target stops.
         options (`dict`, *optional*): Keyword arguments of the template, such as `enable_thinking`.
-        is_plain (`bool`, *optional*, defaults to `False`): No template: a prompt's text is what the target continues.
+        is_plain (`bool`, *optional*, defaults to `False`): No template: the target continues the prompt's text.
 
     Raises:
         DFlowError: The tokenizer has no chat template, or the template never reads one of the options.
@@ -52,14 +52,14 @@ class ChatTemplate:
         if is_plain:
             self.source = ""
             if self.options:
-                raise DFlowError("template options were given for prompts without a chat template; leave one out")
+                raise DFlowError("template options need a chat template; leave out either them or --plain")
             return
         templates = tokenizer.chat_template
         if not templates:
             raise DFlowError(
-                "the tokenizer has no chat template; use one that has, or continue the prompts' text with --plain"
+                "the tokenizer has no chat template; use one that has one, or continue the prompts' text with --plain"
             )
-        # A tokenizer may hold several templates by name, of which one is chosen when a chat has tools.
+        # A tokenizer may hold several named templates and choose one of them when a chat has tools.
         self.source = (
             templates if isinstance(templates, str) else "\n".join(templates[key] for key in sorted(templates))
         )
@@ -68,12 +68,12 @@ class ChatTemplate:
             raise DFlowError(f"the target's chat template never reads {', '.join(unread)}; leave such options out")
 
     def describe(self) -> dict[str, Any]:
-        """What a data set must say about it."""
+        """The part of a data file's header that identifies template and options."""
         digest = None if self.is_plain else hashlib.sha256(self.source.encode()).hexdigest()
         return {"sha256": digest, "options": self.options, "eos_token_ids": sorted(self.eos_ids)}
 
     def encode_prompt(self, messages: list[Message], tools: list | None = None) -> list[int]:
-        """Token ids of a chat up to where the assistant begins to write.
+        """Token ids of a chat up to where the assistant starts writing.
 
         Raises:
             ChatTemplateError: The template refuses the chat.
@@ -87,24 +87,24 @@ class ChatTemplate:
     def encode_answers(self, messages: list[Message], tools: list | None = None) -> list[EncodedChat]:
         """Token ids of a chat that already holds assistant turns, supervised where the assistant wrote.
 
-        Where the template marks what the assistant writes (`{% generation %}`), its marks decide. Elsewhere each turn
-        is rendered as it was served: what follows the generation prompt, up to the end-of-turn token. Messages after
-        the last assistant turn are left out.
+        If the template marks what the assistant writes (`{% generation %}`), its marks decide. Otherwise each turn is
+        rendered as it was served: what follows the generation prompt, up to the end-of-turn token. Messages after the
+        last assistant turn are left out.
 
         Returns:
-            `list[EncodedChat]`: One, or more where a later rendering rewrites an earlier turn, as templates do that
-            drop the thinking of past turns: such a turn gets a row of its own, the chat up to it. `token_ids` are
-            always those of `apply_chat_template` on the chat up to the row's last turn.
+            `list[EncodedChat]`: One, or more if a later rendering changes an earlier turn, as templates do that drop
+            the thinking of past turns: such a turn gets a row of its own, the chat up to it. `token_ids` are always
+            those of `apply_chat_template` on the chat up to the row's last turn.
 
         Raises:
-            ChatTemplateError: The template refuses the chat, or the assistant's tokens cannot be told from the others.
+            ChatTemplateError: The template refuses the chat, or the assistant's tokens cannot be separated.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise ChatTemplateError("the chat has no assistant turn")
         if self.is_plain:
             raise ChatTemplateError("answers that chats already hold need a chat template")
-        if MARKER.search(self.source) and self.tokenizer.is_fast:  # others know no character offsets
+        if MARKER.search(self.source) and self.tokenizer.is_fast:  # slow tokenizers have no character offsets
             marked = self._marked(messages[: turns[-1] + 1], tools)
             if marked.spans:
                 return [marked]
@@ -129,7 +129,7 @@ class ChatTemplate:
         return EncodedChat(token_ids, tuple(spans))
 
     def _to_end_of_turn(self, token_ids: list[int], start: int, end: int) -> Span:
-        """Marks may end before the end-of-turn token, which the target writes, or behind a newline that it does not."""
+        """The span with its end-of-turn token, and without the newline behind it; marks may end at either."""
         stops = [i for i in range(start, end) if token_ids[i] in self.eos_ids]
         if stops:
             return start, stops[-1] + 1
@@ -142,9 +142,9 @@ class ChatTemplate:
         token_ids = self._encode(messages, tools)["input_ids"]
         text = self._render(messages, tools)
         with_placeholder = self._render([*messages[:-1], {"role": "assistant", "content": PLACEHOLDER}], tools)
-        before_content, found, after_content = with_placeholder.partition(PLACEHOLDER)
-        if not found:
-            raise ChatTemplateError("the chat template does not render what the assistant says")
+        before_content, placeholder, after_content = with_placeholder.partition(PLACEHOLDER)
+        if not placeholder:
+            raise ChatTemplateError("the chat template does not render the assistant's messages")
         written_from = self._start(messages[:-1], tools, text, before_content)
         start_ids = self._tokenize(text[:written_from])
         start = len(start_ids)
@@ -163,24 +163,27 @@ class ChatTemplate:
         return token_ids, (start, end)
 
     def _start(self, earlier: list[Message], tools, text: str, before_content: str) -> int:
-        """Where in the rendered `text` the last turn's writing begins.
+        """Where the assistant's text of the last turn begins in the rendered `text`.
 
-        That is behind the generation prompt, and behind what the template puts before *any* content by itself (an
-        empty thinking block); leading blanks are the assistant's.
+        That is after the generation prompt, and after anything that the template puts before *every* content (an empty
+        thinking block); leading blanks are the assistant's.
         """
-        asked = without = ""
+        prompt = without_prompt = ""
         if earlier:
-            asked, without = self._render(earlier, tools, add_generation_prompt=True), self._render(earlier, tools)
-        has_generation_prompt = asked != without
+            prompt = self._render(earlier, tools, add_generation_prompt=True)
+            without_prompt = self._render(earlier, tools)
         if text.startswith(before_content):
-            is_asked = before_content.startswith(asked) and bool(earlier)
-            return len(asked) if is_asked and not before_content[len(asked) :].strip() else len(before_content)
-        if earlier and text.startswith(asked):
-            is_headless = before_content.startswith(without) and not before_content[len(without) :].strip()
-            if has_generation_prompt or is_headless:
-                return len(asked)
+            is_prompted = before_content.startswith(prompt) and bool(earlier)
+            return len(prompt) if is_prompted and not before_content[len(prompt) :].strip() else len(before_content)
+        if earlier and text.startswith(prompt):
+            has_generation_prompt = prompt != without_prompt
+            has_no_header = (
+                before_content.startswith(without_prompt) and not before_content[len(without_prompt) :].strip()
+            )
+            if has_generation_prompt or has_no_header:
+                return len(prompt)
         raise ChatTemplateError(
-            "the chat template renders an assistant turn in another way than its generation prompt asks for it "
+            "the chat template does not render an assistant turn as its generation prompt introduces it "
             "(thinking in the chat but switched off in the template's options?)"
         )
 
@@ -205,10 +208,10 @@ class ChatTemplate:
 
 
 def asked_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> str | None:
-    """[`chat_mode`] of prompts in the tokenizer's own template; `None` where it cannot be told.
+    """[`chat_mode`] of prompts in the tokenizer's own template; `None` if it cannot be told.
 
     Args:
-        thinking (`bool`, *optional*): Given to the template as `enable_thinking`, which a template may not know.
+        thinking (`bool`, *optional*): The template's `enable_thinking`; ignored if the template does not read it.
     """
     if not tokenizer.chat_template:
         return None
@@ -219,15 +222,15 @@ def asked_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None)
 
 
 def chat_mode(described: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """How a target was asked: "thinking" or "non-thinking" where its template has such a switch, else "chat"; "raw"
+    """How a target was prompted: "thinking" or "non-thinking" if its template has such a switch, else "chat"; "raw"
     without a template.
 
     Args:
-        described (`dict`): What [`ChatTemplate.describe`] wrote into the data.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, to see what its template does unasked.
+        described (`dict`): From [`ChatTemplate.describe`], as the data file's header holds it.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, to find out its template's default.
 
     Returns:
-        `str`, or `None` where it cannot be told: the template that was used is not the tokenizer's.
+        `str`, or `None` if it cannot be told: the template that was used is not the tokenizer's.
     """
     digest, options = described.get("sha256", ""), described.get("options") or {}
     if digest is None:
@@ -241,16 +244,16 @@ def chat_mode(described: dict[str, Any], tokenizer: PreTrainedTokenizerBase | No
     if template.describe()["sha256"] != digest:
         return None
 
-    def asked(**more) -> list[int]:
-        template.options = {**options, **more}
+    def prompt_ids(**switches) -> list[int]:
+        template.options = {**options, **switches}
         return template.encode_prompt([{"role": "user", "content": PLACEHOLDER}])
 
     try:
         for switch in THINKING_SWITCHES:
             if re.search(rf"\b{switch}\b", template.source):
-                on, off, unasked = asked(**{switch: True}), asked(**{switch: False}), asked()
+                on, off, default = prompt_ids(**{switch: True}), prompt_ids(**{switch: False}), prompt_ids()
                 if on != off:
-                    return "thinking" if unasked == on else "non-thinking" if unasked == off else None
+                    return "thinking" if default == on else "non-thinking" if default == off else None
     except ChatTemplateError:
         return None
     return "chat"

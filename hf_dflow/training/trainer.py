@@ -17,21 +17,23 @@ from hf_dflow.errors import DFlowError
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training import checkpoint
 from hf_dflow.training.config import Stage, TrainingConfig
-from hf_dflow.training.data import TrainingRow
+from hf_dflow.training.data import TrainingRow, supervised_ids
 from hf_dflow.training.evaluate import DecodingCounts, decode
-from hf_dflow.training.frozen_target import describe_target, linear_head
+from hf_dflow.training.features import LiveFeatures
+from hf_dflow.training.frozen_target import linear_head, weights_digest
 from hf_dflow.training.log import RunLog
 from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, draftable_ids, head_rows, slot_targets
 from hf_dflow.training.packing import Anchors, RowOrder, Sequences, lay_out
 from hf_dflow.training.rounds import Relayed, RoundResult, draft_round, next_round, previous_embeds
-from hf_dflow.training.start import continued_drafter, drafter_config, initialise_from_target, new_drafter, resolve
+from hf_dflow.training.start import continued_drafter, new_drafter, resolve
 
+PLAIN_DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
 ADVICE = "use another output folder, or --from that checkpoint to start a new run with its weights"
 
 
 @dataclass
 class Update:
-    """What one update came to.
+    """The result of one update.
 
     Args:
         losses (`list[float]`): Of each round, mean over processes and accumulated forwards.
@@ -48,11 +50,11 @@ class Trainer:
     """Trains one drafter. Several processes (`accelerate launch`) take different rows and keep equal weights.
 
     Args:
-        training (`TrainingConfig`): The run; what it leaves open is filled in and stands in `self.training`.
+        training (`TrainingConfig`): The run; `self.training` is the same with all open fields filled in.
         target (`PreTrainedModel`): Frozen target, on this process's device; wrapped by PEFT or not.
         rows (`list[TrainingRow]`): Training rows.
-        store (`FeatureStore`): Their features, filled, or computed on demand.
-        output (`Path`): Folder for checkpoints, `log.jsonl` and TensorBoard files; all processes see the same one.
+        store (`LiveFeatures`): Their features, filled, or computed on demand.
+        output (`Path`): Folder for checkpoints, `log.jsonl` and TensorBoard files; all processes share it.
         drafter (`DFlowDrafter`, *optional*): Whose weights to start from; a new one otherwise.
         prompts (`list[list[int]]`, *optional*): Held-out prompts to decode while training.
         target_name (`str`, *optional*): Recorded in the drafter's configuration.
@@ -66,7 +68,7 @@ class Trainer:
         training: TrainingConfig,
         target: Any,
         rows: list[TrainingRow],
-        store: Any,
+        store: LiveFeatures,
         output: Path,
         drafter: DFlowDrafter | None = None,
         *,
@@ -88,14 +90,15 @@ class Trainer:
             self.drafter.requires_grad_(False)
             part = {"relay": self.drafter.relay, "correction": self.drafter.causal_correction}[self.training.train_only]
             part.requires_grad_(True)
-        self.parameters = [one for one in self.drafter.parameters() if one.requires_grad]
+        self.parameters = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=self.training.weight_decay)
-        # Anchors, noise and candidates; processes draw different ones.
+        # Draws anchors, noise and candidates; each process has its own.
         self.generator = torch.Generator().manual_seed(self.training.seed + 1_000_003 * self.accelerator.process_index)
         self.order = RowOrder(len(rows), self.training.seed)
         vocab_size = target.get_input_embeddings().weight.shape[0]
-        sayable = draftable_ids(self.drafter, vocab_size)
-        self.candidates = CandidateVocabulary(data_ids, vocab_size, self.training.other_candidates, sayable)
+        self.candidates = CandidateVocabulary(
+            data_ids, vocab_size, self.training.other_candidates, draftable_ids(self.drafter, vocab_size)
+        )
         self.head = linear_head(self.drafter, target)
         self.update = self.rows_drawn = self.skipped = self.skipped_in_row = 0
         self.log = RunLog(output, self.training.updates, is_main=self.accelerator.is_main_process)
@@ -110,13 +113,15 @@ class Trainer:
         features = [self.store[i] for i in chosen]
         if self.training.feature_noise:
             features = [
-                one * (1 + self.training.feature_noise * torch.randn(one.shape, generator=self.generator).to(one))
-                for one in features
+                states
+                * (1 + self.training.feature_noise * torch.randn(states.shape, generator=self.generator).to(states))
+                for states in features
             ]
+        teachers = [self.store.teacher(i) for i in chosen] if self.training.distillation else []
         return lay_out(
             [self.rows[i] for i in chosen],
             features,
-            [self.store.teacher(i) for i in chosen] if self.training.distillation else [],
+            [teacher for teacher in teachers if teacher is not None],
             anchors_per_row=stage.anchors_per_row,
             pack=self.training.pack_rows,
             generator=self.generator,
@@ -124,7 +129,7 @@ class Trainer:
         )
 
     def step(self, stage: Stage, learning_rate: float) -> Update:
-        """One update, or none where its loss or gradient is not finite or nothing was supervised in any process."""
+        """One update; skipped where its loss or gradient is not finite or no process has anything supervised."""
         self.optimizer.zero_grad(set_to_none=True)
         totals = torch.zeros(2 + stage.relay_rounds, device=self.target.device)  # loss of each round; anchors
         for _ in range(self.training.gradient_accumulation):
@@ -135,27 +140,26 @@ class Trainer:
         self._average_over_processes(totals)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm)
         *sums, num_anchors, gradient_norm = torch.cat([totals, norm.float()[None].to(totals.device)]).tolist()
-        losses = [loss / self.training.gradient_accumulation for loss in sums]
-        reason = None
+        update = Update([loss / self.training.gradient_accumulation for loss in sums], gradient_norm)
         if num_anchors == 0:
-            reason = "no row of the update holds a supervised token behind another"
-        elif not math.isfinite(sum(losses)):
-            reason = "the loss is not finite"
+            update.skipped = "no row of the update holds a supervised token behind another"
+        elif not math.isfinite(sum(update.losses)):
+            update.skipped = "the loss is not finite"
         elif not math.isfinite(gradient_norm):
-            reason = "the gradient is not finite"
-        if reason is None:
+            update.skipped = "the gradient is not finite"
+        else:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
-        return Update(losses, gradient_norm, reason)
+        return update
 
     def _add_gradients(self, stage: Stage, sequences: Sequences, anchors: Anchors) -> list[torch.Tensor]:
-        """Gradients of all rounds on some rows, added to what is there; returns the loss of each round."""
+        """Add the gradients of all rounds on some rows; returns the loss of each round."""
         candidate_ids = self.candidates.sample(self.generator)
         relayed, losses = None, []
         decay: Any = stage.loss_decay or self.training.loss_decay  # the latter is resolved
         for round_index in range(1 + stage.relay_rounds):
-            head = head_rows(self.drafter, self.head, candidate_ids)  # each round's gradient through its own rows
+            head = head_rows(self.drafter, self.head, candidate_ids)  # again each round, for a gradient of its own
             with torch.autocast(self.target.device.type, torch.bfloat16, self.training.precision == "bfloat16"):
                 result = draft_round(
                     self.drafter, self.target, sequences, anchors, relayed, block_size=stage.block_size
@@ -163,9 +167,10 @@ class Trainer:
                 targets = slot_targets(
                     result.labels, result.teacher_ids, result.teacher_probs, self.training.distillation
                 )
-                targets = self.candidates.relabel(targets)
-                hidden = self._corrected(sequences, anchors, result)
-                loss = decayed_cross_entropy(hidden, targets, head, decay, self.drafter.shape_logits)
+                hidden = self._corrected(sequences.anchor_ids(anchors), result)
+                loss = decayed_cross_entropy(
+                    hidden, self.candidates.relabel(targets), head, decay, self.drafter.shape_logits
+                )
             if loss.requires_grad:  # the mask round has no gradient where only the relay is trained
                 (loss / self.training.gradient_accumulation).backward()
             losses.append(loss.detach())
@@ -176,35 +181,35 @@ class Trainer:
     def follow(
         self, stage: Stage, sequences: Sequences, anchors: Anchors, relayed: Relayed | None, result: RoundResult
     ) -> tuple[Anchors, Relayed | None]:
-        """The next round's anchors and what its relay reads, from a round that read `relayed`."""
+        """The next round's anchors and the input of its relay, after a round that read `relayed`."""
         return next_round(self.drafter, self.target, sequences, anchors, result, self.training.use_relay)
 
-    def _corrected(self, sequences: Sequences, anchors: Anchors, result: RoundResult) -> torch.Tensor:
-        """Draft states `[A, N, H]` behind the trajectory's tokens; a share of the slots stays as the backbone said."""
+    def _corrected(self, anchor_ids: torch.Tensor, result: RoundResult) -> torch.Tensor:
+        """Draft states `[A, N, H]` conditioned on the trajectory's tokens; a share of the slots stays uncorrected."""
         if self.drafter.causal_correction is None:
             return result.hidden
-        corrected = self.drafter.causal_correction(
-            result.hidden, previous_embeds(self.drafter, self.target, sequences, anchors, result.labels)
-        )
+        previous = previous_embeds(self.drafter, self.target, anchor_ids, result.labels)
+        corrected = self.drafter.causal_correction(result.hidden, previous)
         share = self.training.base_share if self.training.train_only != "correction" else 0.0
         is_base = torch.rand(result.labels.shape, generator=self.generator) < share
         return torch.where(is_base.to(corrected.device)[..., None], result.hidden, corrected)
 
     def _average_over_processes(self, totals: torch.Tensor) -> None:
-        """Mean gradients and `totals`, in place. By hand: a round is several calls, none a wrapped `forward`."""
+        """Average gradients and `totals` in place. By hand: a round is several calls, none a wrapped `forward`."""
         if self.accelerator.num_processes == 1:
             return
         totals.copy_(self.accelerator.reduce(totals, "mean"))
-        has_gradient = torch.tensor([float(one.grad is not None) for one in self.parameters], device=totals.device)
-        for parameter, held in zip(self.parameters, self.accelerator.reduce(has_gradient, "sum").tolist(), strict=True):
-            if held:
+        has_gradient = torch.tensor([float(p.grad is not None) for p in self.parameters], device=totals.device)
+        holders = self.accelerator.reduce(has_gradient, "sum").tolist()
+        for parameter, num_holders in zip(self.parameters, holders, strict=True):
+            if num_holders:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self.accelerator.reduce(gradient, "mean")
 
     # -- the run
 
     def run(self) -> None:
-        """Train to the end of the last stage, saving as it goes.
+        """Train to the end of the last stage, saving on the way.
 
         Raises:
             DFlowError: `max_skips_in_row` updates in a row were skipped, or a weight is not finite.
@@ -220,11 +225,11 @@ class Trainer:
             self.save()
 
     def _run_stage(self, stage: Stage, first: int) -> None:
-        """The updates of `stage`, which begins behind update `first`, that are still to do."""
+        """The remaining updates of `stage`, which begins after update `first`."""
         training, recent, seconds = self.training, [], 0.0
         while self.update < first + stage.updates:
             started = time.perf_counter()
-            rate = learning_rate(stage, self.update - first)
+            rate = stage.learning_rate_at(self.update - first)
             update = self.step(stage, rate)
             self.update += 1
             self._count(update)
@@ -239,11 +244,11 @@ class Trainer:
                 self.save()
 
     def evaluate(self) -> DecodingCounts | None:
-        """Decode the held-out prompts, shared among processes, and log it; `None` where that is off."""
+        """Decode the held-out prompts, shared among processes, and log the counts; `None` where that is off."""
         if not self.prompts or not self.training.evaluate_every:
             return None
-        mine = self.prompts[self.accelerator.process_index :: self.accelerator.num_processes]
-        counts = decode(self.drafter, self.target, mine, self.training.evaluate_tokens)
+        own_prompts = self.prompts[self.accelerator.process_index :: self.accelerator.num_processes]
+        counts = decode(self.drafter, self.target, own_prompts, self.training.evaluate_tokens)
         histogram = torch.tensor(counts.histogram, device=self.target.device)
         counts = DecodingCounts(len(self.prompts), self.accelerator.reduce(histogram, "sum").tolist())
         self.log.record(self.update, **counts.as_record())
@@ -256,7 +261,7 @@ class Trainer:
             return
         self.skipped += 1
         self.skipped_in_row += 1
-        self.log.record(self.update, say=True, skipped_because=update.skipped, skipped=self.skipped)
+        self.log.record(self.update, always_print=True, skipped_because=update.skipped, skipped=self.skipped)
         if self.skipped_in_row >= self.training.max_skips_in_row:
             raise DFlowError(
                 f"{self.skipped_in_row} updates in a row were skipped, the last because {update.skipped}. The weights "
@@ -265,15 +270,15 @@ class Trainer:
             )
 
     def _record(self, updates: list[Update], rate: float, seconds: float) -> None:
-        """Log the mean of those that were not skipped."""
-        updates = [one for one in updates if one.skipped is None]
+        """Log the mean of the updates that were not skipped."""
+        updates = [update for update in updates if update.skipped is None]
         if not updates:
             return
-        losses = [sum(values) / len(updates) for values in zip(*(one.losses for one in updates), strict=True)]
+        losses = [sum(values) / len(updates) for values in zip(*(update.losses for update in updates), strict=True)]
         self.log.record(
             self.update,
             losses=[round(loss, 5) for loss in losses],
-            gradient_norm=round(sum(one.gradient_norm for one in updates) / len(updates), 5),
+            gradient_norm=round(sum(update.gradient_norm for update in updates) / len(updates), 5),
             learning_rate=rate,
             seconds_per_update=round(seconds, 4),
             skipped=self.skipped,
@@ -290,26 +295,26 @@ class Trainer:
         return {
             "configuration": self.training.to_dict(),
             "drafter": checkpoint.shape_of(self.drafter),
-            "target": describe_target("", None, self.target)["weights"],
+            "target": weights_digest(self.target),
             "data": rows.hexdigest(),
             "number of processes": self.accelerator.num_processes,
         }
 
     def state(self) -> checkpoint.RunState:
-        """What this run is, and how far it has come."""
+        """The run's identity and progress."""
         counters = {name: getattr(self, name) for name in ("update", "rows_drawn", "skipped", "skipped_in_row")}
         return checkpoint.RunState(self.identity, counters)
 
     def save(self) -> None:
-        """Write a checkpoint; the one before it stays until this one is whole."""
-        done = checkpoint.checkpoints(self.output)
-        if done and done[-1].name == f"{checkpoint.PREFIX}{self.update}":  # the last update may have been saved already
+        """Write a checkpoint; the one before it stays until this one is complete."""
+        saved = checkpoint.checkpoints(self.output)
+        if saved and saved[-1].name == f"{checkpoint.PREFIX}{self.update}":
             return
         partial = self.output / checkpoint.PARTIAL
         if self.accelerator.is_main_process:
             checkpoint.begin(self.output)
         self.accelerator.wait_for_everyone()
-        checkpoint.write_process_state(partial, self.accelerator.process_index, self._generators())
+        checkpoint.write_process_state(partial, self.accelerator.process_index, self._generator_states())
         if self.accelerator.is_main_process:
             checkpoint.write_shared_state(partial, self.drafter, self.optimizer, self.state())
         self.accelerator.wait_for_everyone()
@@ -318,76 +323,43 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> bool:
-        """Go on from the newest whole checkpoint in the output folder; `False` if there is none.
+        """Resume from the newest complete checkpoint in the output folder; `False` if there is none.
 
         Raises:
             DFlowError: It belongs to a run with another configuration, drafter, target, data or number of processes.
         """
-        found = checkpoint.checkpoints(self.output)
-        if not found:
+        saved = checkpoint.checkpoints(self.output)
+        if not saved:
             return False
-        state = checkpoint.read_state(found[-1], self.state(), ADVICE)
+        state = checkpoint.read_state(saved[-1], self.state(), ADVICE)
         for name, value in state.counters.items():
             setattr(self, name, value)
-        checkpoint.load_training_state(found[-1], self.drafter, self.optimizer)
-        generators = checkpoint.read_process_state(found[-1], self.accelerator.process_index)
+        checkpoint.load_training_state(saved[-1], self.drafter, self.optimizer)
+        generators = checkpoint.read_process_state(saved[-1], self.accelerator.process_index)
         self.generator.set_state(generators["draws"])
         torch.set_rng_state(generators["torch"])
         if "cuda" in generators:
             torch.cuda.set_rng_state(generators["cuda"], self.target.device)
         return True
 
-    def _generators(self) -> dict[str, torch.Tensor]:
+    def _generator_states(self) -> dict[str, torch.Tensor]:
         states = {"draws": self.generator.get_state(), "torch": torch.get_rng_state()}
         if self.target.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.target.device)
         return states
 
 
-def supervised_ids(rows: list[TrainingRow]) -> torch.Tensor:
-    """Distinct supervised tokens `[K]` of the rows, in order.
-
-    Raises:
-        DFlowError: There is none that follows another, so that nothing can be learned.
-    """
-    if not any(row.anchor_positions() for row in rows):
-        raise DFlowError(f"none of the {len(rows)} rows holds a supervised token behind another: nothing to train on")
-    ids = {token_id for row in rows for start, end in row.spans for token_id in row.token_ids[start:end]}
-    return torch.tensor(sorted(ids))
-
-
 def _check_launch(accelerator: Accelerator, training: TrainingConfig) -> None:
-    """The configuration describes the run; a launcher's flags must not say otherwise."""
+    """The configuration describes the run; a launcher's flags must not contradict it."""
     kind = accelerator.distributed_type.value
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU"):
+    if kind not in PLAIN_DATA_PARALLEL:
         raise DFlowError(
             f"accelerate was launched for {kind}; each process holds the whole small drafter, so launch it for plain "
             "data-parallel processes (--multi_gpu), without DeepSpeed, FSDP or Megatron"
         )
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked != "no" and asked != {"bfloat16": "bf16"}.get(training.precision):
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched != "no" and launched != {"bfloat16": "bf16"}.get(training.precision):
         raise DFlowError(
-            f'accelerate was launched with mixed precision {asked}, the configuration says "precision": '
+            f'accelerate was launched with mixed precision {launched}, the configuration says "precision": '
             f'"{training.precision}" (allowed: float32, bfloat16); make them agree'
         )
-
-
-def learning_rate(stage: Stage, update: int) -> float:
-    """Linear warm-up, then a cosine to zero."""
-    warmup = max(1, round(stage.warmup_share * stage.updates))
-    if update < warmup:
-        return stage.learning_rate * (update + 1) / warmup
-    progress = (update - warmup) / max(1, stage.updates - warmup)
-    return stage.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-__all__ = [
-    "Stage",
-    "Trainer",
-    "TrainingConfig",
-    "Update",
-    "drafter_config",
-    "initialise_from_target",
-    "learning_rate",
-    "supervised_ids",
-]
