@@ -142,7 +142,9 @@ def test_a_share_of_the_slots_learns_without_it(share, tmp_path):
     assert (gradient.abs().sum() > 0) == (share < 1.0)
     sequences, anchors = trainer.draw(STAGES[0])
     result = draft_round(trainer.drafter, trainer.target, sequences, anchors)
-    moved = (trainer._corrected(sequences.anchor_ids(anchors), result) != result.hidden).any(dim=-1).float().mean().item()
+    moved = (
+        (trainer._corrected(sequences.anchor_ids(anchors), result) != result.hidden).any(dim=-1).float().mean().item()
+    )
     assert moved == pytest.approx(1.0 - share, abs=0.25)
 
 
