@@ -38,6 +38,14 @@ def drafter(target):
     return kit.shared_drafter()
 
 
+@pytest.fixture(scope="session")
+def three_tokens():
+    """A target over 3 tokens, whose laws can be enumerated."""
+    import law
+
+    return law.three_token_target()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _shared_models_stay_unchanged():
     """Shared models end the session with the weights and settings that they began with."""

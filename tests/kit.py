@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowDrafterConfig, DFlowGenerationConfig
@@ -241,6 +242,10 @@ def varied_prompt(target, count: int, length: int = 12, first_seed: int = 0) -> 
         if len(set(text)) == count:
             return prompt
     raise ValueError(f"no prompt gives {count} different tokens")
+
+
+# What this release of transformers calls a target's cache among the arguments of generate.
+CACHE = "cache" if "cache" in GenerationMixin.prepare_inputs_for_generation.__annotations__ else "past_key_values"
 
 
 def cache_of(output):

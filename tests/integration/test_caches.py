@@ -1,118 +1,156 @@
-"""Kinds of caches, prompts in chunks, and caches that already hold something: the same text, or a refusal by name."""
+"""Caches that are handed in, returned, filled in chunks or of another kind: the same text, or a refusal by name.
+
+Static caches: test_static_cache.py.
+"""
+
+import copy
 
 import pytest
 import torch
 from batches import LENGTHS, following, generate, new_tokens_of, padded, prompt, said, target_of, text
+from internals import STATIC_IS_CROPPABLE, is_croppable
 from kit import (
+    CACHE,
     NudgedDrafter,
     OracleDrafter,
     PatternDrafter,
     assert_not_vacuous,
     cache_of,
     dflow_greedy,
+    our_warnings,
     plain_greedy,
     prompt_of,
     scripted,
+    shared_target,
     tiny_drafter,
     tiny_target,
 )
-from transformers import DynamicCache, StaticCache, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
 
 from hf_dflow import UnsupportedGenerationError
-from hf_dflow.generation._compat import CACHE_NAMES, STATIC_IS_CROPPABLE
-from hf_dflow.generation.output import GenerateDFlowOutput
 
+pytestmark = pytest.mark.oldest
 NEW_TOKENS = 24
 PATTERN = [3, 0, 7, 1, 5]
-LONG = prompt_of(13, seed=8)
-CACHE = next(name for name in CACHE_NAMES if name in GenerateDFlowOutput.__dataclass_fields__)
-needs_croppable_static = pytest.mark.skipif(not STATIC_IS_CROPPABLE, reason="static caches cannot be cropped yet")
+LONG, HALF = prompt_of(13, seed=8), 6
+FAMILIES = ("llama", "gpt2", "gemma_sliding", "mistral_sliding")
+FLOAT32 = 1e-5  # norms and eager softmax run in float32 inside a float64 model
 
 
-def hf_warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dflow")]
+def assert_layers_equal(held, expected):
+    for layer, other in zip(held.layers, expected.layers, strict=True):
+        torch.testing.assert_close(layer.keys, other.keys, atol=FLOAT32, rtol=FLOAT32)
+        torch.testing.assert_close(layer.values, other.values, atol=FLOAT32, rtol=FLOAT32)
 
 
-# -- kinds (C3)
+# -- returned
 
 
-@needs_croppable_static
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("own", [False, True])
-def test_static_cache(family, own):
-    """C3: a static cache that is reallocated, keeps rejected drafts, or has no room for the last block."""
-    target = tiny_target(family)
-    plain = plain_greedy(target, LONG, NEW_TOKENS, cache_implementation="static", return_dict_in_generate=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_returned_cache_continues(family):
+    """A returned cache with rejected rows, or with one row too few, under the text it belongs to."""
+    target = shared_target(family)
+    plain = plain_greedy(target, LONG, NEW_TOKENS, return_dict_in_generate=True)
     drafter = scripted(PatternDrafter, target, LONG, NEW_TOKENS, pattern=PATTERN)
-    room = LONG.shape[1] + NEW_TOKENS - 1
-    held = StaticCache(config=target.config, max_cache_len=room)
-    options = {CACHE: held} if own else {"cache_implementation": "static"}
-    output = dflow_greedy(
-        target, drafter, LONG, max_new_tokens=NEW_TOKENS, output_attentions=True, output_hidden_states=True, **options
-    )
-    assert torch.equal(output.sequences, plain.sequences)
+    output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS)
+    assert_not_vacuous(output.statistics)
+    held = cache_of(output)
+    assert isinstance(held, DynamicCache)
+    assert held.get_seq_length() == LONG.shape[1] + NEW_TOKENS - 1
+    assert_layers_equal(held, cache_of(plain))
+    longer = plain_greedy(target, LONG, 2 * NEW_TOKENS)
+    for out in (output, plain):
+        continued = plain_greedy(target, out.sequences, NEW_TOKENS, past_key_values=cache_of(out))
+        assert torch.equal(continued, longer)
+    # A sliding layer that still recorded its past would keep every row from here on.
+    assert [layer.keys.shape for layer in held.layers] == [layer.keys.shape for layer in cache_of(plain).layers]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
+@pytest.mark.parametrize("only_new", [True, False])
+@pytest.mark.parametrize("new_tokens", [3, 20])
+def test_conversation_resumes_from_a_returned_cache(family, only_new, new_tokens):
+    """A returned cache that only plain decoding can use, or that is a token ahead of its text; new tokens taken for
+    cached ones where `input_ids` leave out what the cache already holds."""
+    target, turn = shared_target(family, attention="sdpa"), prompt_of(new_tokens, seed=5)
+    first = dflow_greedy(target, scripted(NudgedDrafter, target, LONG, 12), LONG, max_new_tokens=12)
+    whole = torch.cat([first.sequences, turn], dim=1)
+    held = cache_of(first)
+    ids = whole[:, held.get_seq_length() :] if only_new else whole
+    drafter = scripted(OracleDrafter, target, whole, NEW_TOKENS)
+    options = {"attention_mask": torch.ones_like(whole), "max_new_tokens": NEW_TOKENS, CACHE: held}
+    second = dflow_greedy(target, drafter, ids, **options)
+    expected = plain_greedy(target, whole, NEW_TOKENS)
+    assert second.sequences[0, ids.shape[1] :].tolist() == expected[0, whole.shape[1] :].tolist()
+    assert max(second.statistics.per_step_accepted) >= 2
+
+
+# -- the caller's own
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding"])
+@pytest.mark.parametrize("knows_config", [True, False])
+def test_empty_cache_of_the_callers(family, knows_config, caplog):
+    """A caller's cache replaced by another, or taken for one that holds a prefix."""
+    target = shared_target(family)
+    drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
+    held = DynamicCache(config=target.config) if knows_config else DynamicCache()
+    output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, past_key_values=held)
     assert torch.equal(output.sequences, plain_greedy(target, LONG, NEW_TOKENS))
     assert_not_vacuous(output.statistics)
-    assert isinstance(cache_of(output), StaticCache) and (not own or cache_of(output) is held)
-    assert int(cache_of(output).get_seq_length()) == int(cache_of(plain).get_seq_length()) == room
-    assert {layer.shape[-1] for step in output.attentions[1:] for layer in step} == {room}
-    for layer, other in zip(cache_of(output).layers, cache_of(plain).layers, strict=True):
-        torch.testing.assert_close(layer.keys[:, :, :room], other.keys[:, :, :room], atol=1e-5, rtol=1e-5)
+    assert cache_of(output) is held and held.get_seq_length() == LONG.shape[1] + NEW_TOKENS - 1
+    assert not our_warnings(caplog)
 
 
-@needs_croppable_static
-def test_static_cache_that_is_just_large_enough():
-    """C3: drafts written past the end of a static cache, where the text itself ends in time."""
-    target = tiny_target()
-    words = plain_greedy(target, LONG, NEW_TOKENS + 8)[0, 13:].tolist()
-    # Inside a block: its other drafts would be written behind the end.
-    end = next(i for i, token in enumerate(words) if i >= 3 and i % 8 in (1, 2, 3, 4) and token not in words[:i])
-    held = StaticCache(config=target.config, max_cache_len=13 + end)
-    drafter = scripted(OracleDrafter, target, LONG, NEW_TOKENS)
-    options = {"eos_token_id": words[end], "max_new_tokens": NEW_TOKENS, CACHE: held}
-    assert dflow_greedy(target, drafter, LONG, **options).sequences[0, 13:].tolist() == words[: end + 1]
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding"])
+def test_cache_that_holds_half_the_prompt(family, caplog):
+    """Positions or rows counted from the start of what is computed instead of from the start of the text."""
+    target = shared_target(family)
+    held = cache_of(plain_greedy(target, LONG[:, :HALF], 1, return_dict_in_generate=True))
+    assert held.get_seq_length() == HALF
+    plain = plain_greedy(target, LONG, NEW_TOKENS, past_key_values=copy.deepcopy(held))
+    drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
+    output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, past_key_values=held)
+    assert torch.equal(output.sequences, plain)
+    assert torch.equal(plain, plain_greedy(target, LONG, NEW_TOKENS))
+    assert drafter.anchor_positions[0] == LONG.shape[1]
+    assert_not_vacuous(output.statistics)
+    (warning,) = our_warnings(caplog)
+    assert f"already holds {HALF} tokens" in warning
 
 
-@needs_croppable_static
-def test_static_cache_of_a_batch(caplog):
-    """C3: rows that share a static cache's one length."""
-    rows = [0, 1, 3]
-    drafter = following(PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN, offset=2)
-    output = generate(rows, drafter, NEW_TOKENS, cache_implementation="static")
-    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, NEW_TOKENS) for row in rows]
-    assert getattr(output, CACHE) is None
-    assert any("row by row" in warning for warning in hf_warnings(caplog))
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
+def test_callers_cache_holds_committed_tokens_only_after_an_exception(family):
+    """Rejected or uncommitted drafts left in a cache that the caller resumes from."""
+    target, ids = shared_target(family), prompt_of(12)
+    continuation = plain_greedy(target, ids, 40)
+    drafter = tiny_drafter(target, 8, drafter_class=OracleDrafter).follow(continuation, 12)
 
+    def fails(input_ids, scores, **kwargs):
+        if input_ids.shape[1] == 25:
+            raise KeyError("on purpose")
+        return torch.tensor([False])
 
-@pytest.mark.parametrize("kind", ["offloaded", "quantized", "offloaded_static", "static"])
-def test_caches_that_are_refused(kind):
-    """C3: rejected drafts left for good in a cache that cannot give them back; or an error after the prefill."""
-    if kind == "static" and STATIC_IS_CROPPABLE:
-        pytest.skip("this release can crop them")
-    target, calls = tiny_target(), []
-    target.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    with pytest.raises(UnsupportedGenerationError, match="cache_implementation") as error:
-        dflow_greedy(target, tiny_drafter(target), LONG, max_new_tokens=4, cache_implementation=kind)
-    assert "dynamic" in str(error.value) and "\n" not in str(error.value) and not calls
-
-
-def test_static_cache_of_a_sliding_target_is_refused():
-    """C3: a window that has moved on, which a static layer cannot take back."""
-    target, calls = tiny_target("mistral_sliding"), []
-    target.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    with pytest.raises(UnsupportedGenerationError, match=r"layers|cache_implementation"):
-        dflow_greedy(target, tiny_drafter(target), LONG, max_new_tokens=4, cache_implementation="static")
-    assert not calls
+    cache, criteria = DynamicCache(config=target.config), StoppingCriteriaList([fails])
+    with pytest.raises(KeyError):
+        dflow_greedy(target, drafter, ids, max_new_tokens=30, stopping_criteria=criteria, **{CACHE: cache})
+    held = cache.get_seq_length()
+    assert 12 <= held < 25
+    again = plain_greedy(target, continuation[:, : held + 1], 8, **{CACHE: cache})
+    assert torch.equal(again, continuation[:, : held + 9])
 
 
 # -- prompts in chunks (C5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding", "gemma"])
-@pytest.mark.parametrize("chunk_size", [1, 4, 13, 50])
+@pytest.mark.parametrize(
+    ("family", "chunk_size"),
+    [("llama", 1), ("llama", 4), ("llama", 13), ("llama", 50), ("gpt2", 4), ("mistral_sliding", 1),
+     ("mistral_sliding", 4), ("gemma", 4)],
+)  # fmt: skip
 def test_prompt_in_chunks(family, chunk_size):
     """C5: features dropped at a chunk's border, so that drafts get worse with no error."""
-    target = tiny_target(family)
+    target = shared_target(family)
     drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
     whole = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS)
     output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, prefill_chunk_size=chunk_size)
@@ -136,10 +174,10 @@ def test_padded_batch_in_chunks():
     assert_not_vacuous(chunked.statistics)
 
 
-# -- caches of batches that hold something
+# -- batches
 
 
-def test_batch_that_goes_on_from_its_cache(caplog):
+def test_batch_that_resumes_from_its_cache(caplog):
     """C5: a returned cache whose rows are shifted, or hold rejected drafts; a filled cache read as an empty one."""
     rows, target = [0, 1, 3], target_of()
     first = generate(rows, following(PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN, offset=2), NEW_TOKENS)
@@ -149,19 +187,12 @@ def test_batch_that_goes_on_from_its_cache(caplog):
     _, mask = padded([prompt(row) for row in rows])
     turn = torch.cat([first.sequences, prompt_of(4, seed=9).expand(3, -1)], dim=1)
     mask = torch.nn.functional.pad(mask, (0, NEW_TOKENS + 4), value=1)
-    second = target.generate(
-        turn,
-        attention_mask=mask,
-        max_new_tokens=12,
-        do_sample=False,
-        assistant_model=tiny_drafter(target),
-        speculation_type="dflow",
-        **{CACHE: held},
-    )
+    options = {"attention_mask": mask, "max_new_tokens": 12, CACHE: held}
+    second = dflow_greedy(target, tiny_drafter(target), turn, **options).sequences
     for i, row in enumerate(rows):
         own = torch.cat([text(row, NEW_TOKENS), prompt_of(4, seed=9)], dim=1)
         assert second[i, turn.shape[1] :].tolist() == plain_greedy(target, own, 12)[0, own.shape[1] :].tolist()
-    assert [f"already holds {width} tokens" in warning for warning in hf_warnings(caplog)].count(True) == 1
+    assert [f"already holds {width} tokens" in warning for warning in our_warnings(caplog)].count(True) == 1
 
 
 def test_cache_of_the_callers_holds_the_prompts_of_a_batch():
@@ -169,9 +200,8 @@ def test_cache_of_the_callers_holds_the_prompts_of_a_batch():
     rows, target = [0, 1, 3], target_of()
     ids, mask = padded([prompt(row) for row in rows])
     expected = DynamicCache(config=target.config)
-    target(
-        ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True, **{CACHE: expected}
-    )
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    target(ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: expected})
 
     def fails(input_ids, scores, **kwargs):
         if input_ids.shape[1] > ids.shape[1] + 9:
@@ -187,9 +217,26 @@ def test_cache_of_the_callers_holds_the_prompts_of_a_batch():
         else:
             with pytest.raises(KeyError):
                 generate(rows, drafter, NEW_TOKENS, stopping_criteria=criteria, pad_token_id=0, **options)
-        for layer, other in zip(held.layers, expected.layers, strict=True):
-            torch.testing.assert_close(layer.keys, other.keys, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(layer.values, other.values, atol=1e-5, rtol=1e-5)
+        assert_layers_equal(held, expected)
+
+
+# -- refused
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "offloaded"), ("llama", "quantized"), ("llama", "offloaded_static"), ("mistral_sliding", "static")]
+    + [("llama", "static")] * (not STATIC_IS_CROPPABLE),
+)
+def test_caches_that_are_refused(family, kind):
+    """C3: rejected drafts left for good in a cache that cannot give them back, or in a window that has moved on; or an
+    error after the prefill."""
+    target, calls = tiny_target(family), []
+    target.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(UnsupportedGenerationError, match=r"layers|cache_implementation") as error:
+        dflow_greedy(target, tiny_drafter(target), LONG, max_new_tokens=4, cache_implementation=kind)
+    assert "\n" not in str(error.value) and not calls
+    assert family != "llama" or "dynamic" in str(error.value)
 
 
 def test_cache_of_another_batch_is_refused():
@@ -197,6 +244,18 @@ def test_cache_of_another_batch_is_refused():
     target = target_of()
     held = cache_of(generate([1, 2], tiny_drafter(target), 2))
     with pytest.raises(UnsupportedGenerationError, match="2 rows for 3 sequences"):
-        target.generate(
-            torch.cat([prompt(1)] * 3), assistant_model=tiny_drafter(target), speculation_type="dflow", **{CACHE: held}
-        )
+        dflow_greedy(target, tiny_drafter(target), torch.cat([prompt(1)] * 3), **{CACHE: held})
+
+
+def test_sparse_attention_is_refused():
+    """A target whose own block and single-token forwards disagree, decoded as if it were exact."""
+
+    class IndexedLayer:
+        pass
+
+    class Held:
+        is_croppable = True
+        layers = [IndexedLayer()]
+
+    assert not is_croppable(Held())
+    assert is_croppable(DynamicCache(config=shared_target().config))

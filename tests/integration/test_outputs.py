@@ -4,20 +4,21 @@ from functools import cache
 
 import pytest
 import torch
+from batches import IDS, LENGTHS, MASK, ROWS, WIDTH
 from kit import (
     PatternDrafter,
     RecordingStreamer,
     assert_not_vacuous,
-    cache_of,
     dflow_greedy,
     plain_greedy,
     prompt_of,
     scripted,
+    shared_target,
     tiny_drafter,
     tiny_target,
     tiny_tokenizer,
 )
-from transformers import DynamicCache, TextIteratorStreamer, TextStreamer
+from transformers import TextIteratorStreamer, TextStreamer
 
 from hf_dflow import DFlowDecoder, GenerateDFlowOutput
 
@@ -27,17 +28,19 @@ PATTERN = [3, 0, 7, 1, 5]
 # GPT-2 computes in float64 throughout; the softmax and norms of the others run in float32 inside a float64 model, and
 # scores and logits are cast to float32 by plain decoding as well.
 FLOAT64, FLOAT32 = 1e-9, 1e-5
+BATCH_TOKENS, BATCHED = 20, 2e-4  # float32: blocks and single tokens, holes and none, round differently
 ASKS = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
 FAMILIES = ("llama", "gpt2", "gemma_sliding", "mistral_sliding")
 
 
 @cache
-def target_of(family):
-    return tiny_target(family)
+def both_asked(family):
+    """Everything that can be asked for, of plain and of speculative decoding; computed once."""
+    return both(family, **ASKS)
 
 
 def both(family, **kwargs):
-    target = target_of(family)
+    target = shared_target(family)
     kwargs = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, **kwargs}
     plain = target.generate(PROMPT, do_sample=False, **kwargs)
     drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
@@ -55,7 +58,7 @@ def assert_close(ours, theirs, tolerance):
 def test_scores_and_logits(family):
     """Rows of rejected drafts among the scores, or rows of accepted ones missing or shifted."""
     # Warpers are switched off when greedy; a penalty makes scores differ from logits.
-    plain, output = both(family, **ASKS)
+    plain, output = both_asked(family)
     for name in ("scores", "logits"):
         ours, theirs = getattr(output, name), getattr(plain, name)
         assert len(ours) == NEW_TOKENS
@@ -66,7 +69,7 @@ def test_scores_and_logits(family):
 
 def test_processed_scores_beside_raw_logits():
     """Logits edited in place by processors before they are recorded."""
-    target = target_of("llama")
+    target = shared_target()
     kwargs = {**ASKS, "repetition_penalty": 1.8, "return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
     plain = target.generate(PROMPT, do_sample=False, **kwargs)
     drafter = tiny_drafter(target, drafter_class=PatternDrafter)
@@ -84,7 +87,7 @@ def test_processed_scores_beside_raw_logits():
 @pytest.mark.parametrize("name", ["hidden_states", "attentions"])
 def test_states(family, name):
     """States by step instead of by token; attention rows with the keys of later drafts; a prompt's row lost."""
-    plain, output = both(family, **ASKS)
+    plain, output = both_asked(family)
     ours, theirs = getattr(output, name), getattr(plain, name)
     assert len(ours) == len(theirs) == NEW_TOKENS
     for mine, other in zip(ours, theirs, strict=True):
@@ -97,27 +100,16 @@ def test_nothing_unasked():
     _, output = both("llama")
     assert isinstance(output, GenerateDFlowOutput)
     assert [output.scores, output.logits, output.hidden_states, output.attentions] == [None] * 4
-    drafter = tiny_drafter(target_of("llama"))
+    drafter = tiny_drafter(shared_target())
     assert isinstance(
-        dflow_greedy(target_of("llama"), drafter, PROMPT, max_new_tokens=4, return_dict_in_generate=False), torch.Tensor
+        dflow_greedy(shared_target(), drafter, PROMPT, max_new_tokens=4, return_dict_in_generate=False), torch.Tensor
     )
-
-
-def test_transition_scores():
-    """Scores whose number or order does not fit the sequence."""
-    plain, output = both("llama", **ASKS)
-    ours, theirs = (
-        target_of("llama").compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
-        for out in (output, plain)
-    )
-    assert ours.shape == (1, NEW_TOKENS)
-    assert_close(ours, theirs, FLOAT32)
 
 
 @pytest.mark.parametrize("via_decoder", [False, True])
 def test_streamer(via_decoder):
     """The prompt streamed twice or not at all, drafts streamed before they are accepted, no end."""
-    target = target_of("llama")
+    target = shared_target()
     drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
     streamer, plain_streamer = RecordingStreamer(), RecordingStreamer()
     plain_greedy(target, PROMPT, NEW_TOKENS, streamer=plain_streamer)
@@ -136,7 +128,7 @@ def test_streamer(via_decoder):
 @pytest.mark.parametrize("skip_prompt", [False, True])
 def test_text_streamers(skip_prompt, capsys):
     """A put of another shape than text streamers take."""
-    target, tokenizer = target_of("llama"), tiny_tokenizer()
+    target, tokenizer = shared_target(), tiny_tokenizer()
     drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
     text = plain_greedy(target, PROMPT, NEW_TOKENS)[0]
     expected = tokenizer.decode(text[PROMPT.shape[1] :] if skip_prompt else text)
@@ -146,23 +138,6 @@ def test_text_streamers(skip_prompt, capsys):
     iterator = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=5)
     dflow_greedy(target, drafter, PROMPT, max_new_tokens=NEW_TOKENS, streamer=iterator)
     assert "".join(iterator) == expected
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_returned_cache_continues(family):
-    """A returned cache with rejected rows, or with one row too few, under the text it belongs to."""
-    plain, output = both(family)
-    held = cache_of(output)
-    assert isinstance(held, DynamicCache)
-    assert held.get_seq_length() == PROMPT.shape[1] + NEW_TOKENS - 1
-    for ours, theirs in zip(held.layers, cache_of(plain).layers, strict=True):
-        assert_close((ours.keys, ours.values), (theirs.keys, theirs.values), FLOAT32)
-    longer = plain_greedy(target_of(family), PROMPT, 2 * NEW_TOKENS)
-    for out in (output, plain):
-        continued = plain_greedy(target_of(family), out.sequences, NEW_TOKENS, past_key_values=cache_of(out))
-        assert torch.equal(continued, longer)
-    # A sliding layer that still recorded its past would keep every row from here on.
-    assert [layer.keys.shape for layer in held.layers] == [layer.keys.shape for layer in cache_of(plain).layers]
 
 
 def test_statistics_by_hand():
@@ -189,3 +164,72 @@ def test_statistics_by_hand():
     (row,) = statistics.per_row
     assert row.per_step_accepted == statistics.per_step_accepted
     assert "4.20 tokens per step" in str(statistics)
+
+
+# -- batches: one entry a step for all rows, as in plain decoding, and 0 behind a row's end
+
+
+@cache
+def batch_setting(eos_offset: int | None):
+    """Plain and dflow outputs of one padded batch, and where its rows end. Eager, which returns attentions."""
+    target = tiny_target("llama", dtype=torch.float32)
+    arguments = {"attention_mask": MASK, **ASKS, "repetition_penalty": 1.2}
+    text = plain_greedy(target, IDS, BATCH_TOKENS + 8, **arguments)
+    eos = None if eos_offset is None else int(text[0, WIDTH + eos_offset])
+    arguments |= {"return_dict_in_generate": True, "eos_token_id": eos, "pad_token_id": 0}
+    plain = plain_greedy(target, IDS, BATCH_TOKENS, **arguments)
+    drafter = tiny_drafter(target, 8, drafter_class=PatternDrafter)
+    drafter.pattern, drafter.offset = PATTERN, 2
+    drafter.follow_rows([(text[i, WIDTH - LENGTHS[row] :], LENGTHS[row]) for i, row in enumerate(ROWS)])
+    output = dflow_greedy(target, drafter, IDS, max_new_tokens=BATCH_TOKENS, **arguments)
+    words = text[:, WIDTH : WIDTH + BATCH_TOKENS].tolist()
+    ends = [next((i + 1 for i, token in enumerate(row) if token == eos), BATCH_TOKENS) for row in words]
+    return target, plain, output, ends
+
+
+def entries(output, name: str, step: int) -> list[torch.Tensor]:
+    entry = getattr(output, name)[step]
+    return [entry] if isinstance(entry, torch.Tensor) else list(entry)
+
+
+@pytest.mark.parametrize("name", ["scores", "logits", "hidden_states", "attentions"])
+@pytest.mark.parametrize("eos_offset", [None, 5])
+def test_one_entry_a_step(name, eos_offset):
+    """D4: entries of another row or step, keys counted in cache columns instead of tokens, holes among them, or
+    something else than 0 behind a row's end."""
+    _, plain, output, ends = batch_setting(eos_offset)
+    assert_not_vacuous(output.statistics)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert len(getattr(output, name)) == len(getattr(plain, name)) == max(ends)
+    for step in range(max(ends)):
+        for ours, theirs in zip(entries(output, name, step), entries(plain, name, step), strict=True):
+            assert ours.shape == theirs.shape
+            for row, end in enumerate(ends):
+                if step < end:
+                    torch.testing.assert_close(ours[row], theirs[row], atol=BATCHED, rtol=BATCHED)
+                else:
+                    assert not ours[row].any()
+    assert eos_offset is None or min(ends) < max(ends)
+
+
+def test_transition_scores_of_a_batch():
+    """D4: scores whose number or order does not fit the sequences."""
+    target, plain, output, ends = batch_setting(5)
+    ours, theirs = (
+        target.compute_transition_scores(out.sequences, out.scores, normalize_logits=True) for out in (output, plain)
+    )
+    assert ours.shape == theirs.shape == (3, max(ends))
+    for row, end in enumerate(ends):
+        torch.testing.assert_close(ours[row, :end], theirs[row, :end], atol=BATCHED, rtol=BATCHED)
+    assert ours.isfinite().all()
+
+
+def test_statistics_of_a_batch():
+    """Steps of several rows counted once, or forwards that served three rows counted three times."""
+    statistics = batch_setting(None)[2].statistics
+    rows = statistics.per_row
+    assert statistics.per_step_accepted == [length for row in rows for length in row.per_step_accepted]
+    assert statistics.num_output_tokens == sum(row.num_output_tokens for row in rows) == 3 * BATCH_TOKENS
+    assert statistics.num_target_forwards == max(row.num_target_forwards for row in rows)
+    assert statistics.num_draft_forwards == max(row.num_draft_forwards for row in rows)
+    assert statistics.verification == "greedy" and statistics.lossless and not statistics.per_row[0].per_row

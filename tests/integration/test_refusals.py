@@ -2,10 +2,20 @@
 
 import pytest
 import torch
-from kit import MASK_TOKEN_ID, VOCAB_SIZE, RecordingStreamer, prompt_of, tiny_drafter, tiny_target
-from transformers import Cache, T5Config, T5ForConditionalGeneration
+from kit import (
+    VOCAB_SIZE,
+    RecordingStreamer,
+    dflow_greedy,
+    prompt_of,
+    shared_drafter,
+    shared_target,
+    tiny_drafter,
+    tiny_target,
+)
+from transformers import Cache, Gemma3nForCausalLM, Gemma3nTextConfig, T5Config, T5ForConditionalGeneration
 from transformers.cache_utils import DynamicLayer
 
+import hf_dflow
 from hf_dflow import DFlowDecoder, DFlowGenerationConfig, PairMismatchError, UnsupportedGenerationError
 
 # Options of generate, and the word that the error must contain.
@@ -180,11 +190,38 @@ def test_drafters_of_another_target(counted, door, made_for, has, wants):
     assert wants in str(error.value)
 
 
-def test_a_target_without_head_rows_for_the_drafter():
-    """Catches a padded drafter vocabulary taken for a mismatch: what the target lacks is cut, not refused."""
-    target = tiny_target()
-    drafter = tiny_drafter(target, 4, vocab_size=VOCAB_SIZE + 8, mask_token_id=MASK_TOKEN_ID)
-    text = target.generate(
-        prompt_of(6), assistant_model=drafter, speculation_type="dflow", do_sample=False, max_new_tokens=8
-    )
-    assert torch.equal(text, target.generate(prompt_of(6), do_sample=False, max_new_tokens=8))
+def test_states_that_are_not_one_vector_a_token_are_refused():
+    """Gemma3n's four-dimensional states failing deep inside the drafter."""
+    config = Gemma3nTextConfig(
+        vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=[48] * 4, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        altup_num_inputs=2, laurel_rank=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4,
+        activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    target = Gemma3nForCausalLM(config).eval()
+    with pytest.raises(UnsupportedGenerationError, match="dimensions"):
+        dflow_greedy(target, tiny_drafter(shared_target(), 8).float(), prompt_of(6), max_new_tokens=4)
+
+
+TIMES = {"draft": 1.0, "verify": [1.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("acceptance_processors", hf_dflow.AcceptanceThreshold(0.5)),
+        ("acceptance_processors", [object()]),
+        *(("acceptance_threshold", value) for value in ("0.5", 0.0, True)),
+        *(("num_draft_tokens", value) for value in (True, 8)),
+        ("verification", "tree"),
+        ("tree_budget", True),
+        *(("stale_mixture", value) for value in (0.0, 1.5, "on", float("nan"), -0.1)),
+        *(("step_costs", {**TIMES, "verify": verify}) for verify in ([1.0, 2.0], [0.0] * 8, ["1"] * 8, 1.0, None)),
+        *(("step_costs", value) for value in ({"draft": 1.0}, {**TIMES, "draft": -1.0}, 5)),
+    ],
+    ids=str,
+)
+def test_impossible_option_values_are_refused_at_construction(name, value):
+    """A raw TypeError, a division by zero or a NaN in the middle of a text; or a value that is taken for another."""
+    with pytest.raises(UnsupportedGenerationError, match=name):
+        DFlowDecoder(shared_drafter(), adaptive_length=True, **{name: value})

@@ -1,30 +1,33 @@
 """Nothing outlives a call: not in the drafter, not in the target, not in what the caller handed over."""
 
 import contextlib
-import copy
+import gc
 import threading
 
 import pytest
 import torch
+from batches import LENGTHS, following, generate, new_tokens_of, padded, prompt, said, target_of, text
+from internals import draft_cache_numbers, watch_draft_caches
 from kit import (
     NudgedDrafter,
     RecordingStreamer,
     assert_not_vacuous,
     cache_of,
+    decode,
     dflow_greedy,
     plain_greedy,
     prompt_of,
     scripted,
+    shared_target,
     tiny_drafter,
     tiny_target,
 )
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, set_seed
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, set_seed
 
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig
 
-NEW_TOKENS = 32
+NEW_TOKENS, BATCH_TOKENS = 32, 20
 LONG, SHORT = prompt_of(40, seed=3), prompt_of(2, seed=4)
-HALF = LONG.shape[1] // 2
 
 
 def with_fresh_drafter(target, prompt):
@@ -41,23 +44,50 @@ def with_drafter(drafter, target, prompt):
     return output.sequences.tolist(), output.statistics.per_step_accepted
 
 
+def fresh_for_batches():
+    return tiny_drafter(target_of(), 8, drafter_class=NudgedDrafter)
+
+
+def batch_with(drafter, rows):
+    """Accepted lengths of each row of a batch."""
+    drafter.follow_rows([(text(row, BATCH_TOKENS + 8), LENGTHS[row]) for row in rows])
+    output = generate(rows, drafter, BATCH_TOKENS)
+    assert [new_tokens_of(output, i, rows) for i in range(len(rows))] == [said(row, BATCH_TOKENS) for row in rows]
+    return [row.per_step_accepted for row in output.statistics.per_row]
+
+
+# -- one drafter, many calls (C4)
+
+
 def test_one_drafter_for_many_calls():
     """Context features, positions or feedback of an earlier call in a later one."""
-    first, second = tiny_target("llama"), tiny_target("llama", seed=5)
+    first, second = shared_target(), shared_target(seed=5)
     drafter = tiny_drafter(first, drafter_class=NudgedDrafter)
-    for target, prompt in ((first, LONG), (first, SHORT), (first, LONG), (second, SHORT), (first, LONG)):
-        assert with_drafter(drafter, target, prompt) == with_fresh_drafter(target, prompt)
+    for target, ids in ((first, LONG), (first, SHORT), (first, LONG), (second, SHORT), (first, LONG)):
+        assert with_drafter(drafter, target, ids) == with_fresh_drafter(target, ids)
+
+
+def test_one_drafter_for_batches_of_all_sizes():
+    """Context, positions or feedback of an earlier call's rows in a later one's."""
+    drafter, other = fresh_for_batches(), shared_target(seed=5, attention="sdpa")
+    for rows in ([7], [0, 1, 3], [2], [1, 0], [0, 1, 3], [5, 6, 7, 2]):
+        assert batch_with(drafter, rows) == batch_with(fresh_for_batches(), rows)
+        ids, mask = padded([prompt(2), prompt(3)])
+        drafter.follow_rows([(plain_greedy(other, prompt(row), 12), LENGTHS[row]) for row in (2, 3)])
+        dflow_greedy(other, drafter, ids, attention_mask=mask, max_new_tokens=4)
 
 
 class Interruption(Exception):
     pass
 
 
-class BreakingCriterion(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] == LONG.shape[1] + NEW_TOKENS // 2:
+def fails_at(length):
+    def criterion(input_ids, scores, **kwargs):
+        if input_ids.shape[1] > length:
             raise Interruption
-        return torch.zeros(1, dtype=torch.bool)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    return StoppingCriteriaList([criterion])
 
 
 class BreakingStreamer(RecordingStreamer):
@@ -68,19 +98,29 @@ class BreakingStreamer(RecordingStreamer):
 
 
 @pytest.mark.parametrize("where", ["streamer", "criterion"])
-def test_after_an_exception(where):
+def test_after_an_exception(where, target):
     """State that only the end of a call resets."""
-    target = tiny_target("llama")
     drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
-    extra = {
-        "streamer": {"streamer": BreakingStreamer()},
-        "criterion": {"stopping_criteria": StoppingCriteriaList([BreakingCriterion()])},
-    }
+    at_middle = fails_at(LONG.shape[1] + NEW_TOKENS // 2)
+    extra = {"streamer": BreakingStreamer()} if where == "streamer" else {"stopping_criteria": at_middle}
     with pytest.raises(Interruption):
-        dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, **extra[where])
+        dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, **extra)
     assert len(drafter.anchor_positions) > 2
-    for prompt in (SHORT, LONG):
-        assert with_drafter(drafter, target, prompt) == with_fresh_drafter(target, prompt)
+    for ids in (SHORT, LONG):
+        assert with_drafter(drafter, target, ids) == with_fresh_drafter(target, ids)
+
+
+def test_after_an_exception_in_the_middle_of_a_batch():
+    """Rows of an interrupted call that the next one resumes from."""
+    drafter = following(NudgedDrafter, [0, 1, 3], BATCH_TOKENS)
+    criteria = fails_at(12 + BATCH_TOKENS // 2)
+    with pytest.raises(Interruption):
+        generate([0, 1, 3], drafter, BATCH_TOKENS, stopping_criteria=criteria, pad_token_id=0)
+    for rows in ([1], [0, 1, 3]):
+        assert batch_with(drafter, rows) == batch_with(fresh_for_batches(), rows)
+
+
+# -- threads
 
 
 class SharedDrafter(DFlowDrafter):
@@ -108,10 +148,17 @@ class SharedDrafter(DFlowDrafter):
         return logits
 
 
+def in_two_threads(work):
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+
+
 def test_two_threads_share_a_drafter():
     """What belongs to one call kept on the drafter, where another call at the same time reads or overwrites it."""
-    targets = [tiny_target("llama"), tiny_target("llama", seed=5)]
-    prompts = [LONG, SHORT]
+    targets, prompts = [shared_target(), shared_target(seed=5)], [LONG, SHORT]
     drafter = tiny_drafter(targets[0], drafter_class=SharedDrafter)
     texts = [plain_greedy(target, prompt, NEW_TOKENS + 8)[0] for target, prompt in zip(targets, prompts, strict=True)]
     drafter.texts = {id(t.get_output_embeddings()): text.tolist() for t, text in zip(targets, texts, strict=True)}
@@ -129,11 +176,7 @@ def test_two_threads_share_a_drafter():
         finally:
             drafter.barrier.abort()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
+    in_two_threads(work)
     assert len(drafter.meetings) >= 6
     for i in range(2):
         assert together[i].sequences.tolist() == alone[i].sequences.tolist()
@@ -142,92 +185,100 @@ def test_two_threads_share_a_drafter():
         assert_not_vacuous(together[i].statistics)
 
 
-def checksum(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+def test_two_threads_decode_batches():
+    """Rows of one thread's batch in another's."""
+    drafter, batches, together = tiny_drafter(target_of(), 8), ([0, 1, 3], [7, 2]), {}
+    barrier = threading.Barrier(2)
+
+    def work(i):
+        barrier.wait(timeout=60)
+        for _ in range(2):
+            together[i] = generate(batches[i], drafter, BATCH_TOKENS)
+
+    alone = [generate(rows, drafter, BATCH_TOKENS) for rows in batches]
+    in_two_threads(work)
+    for i, rows in enumerate(batches):
+        assert torch.equal(together[i].sequences, alone[i].sequences)
+        assert together[i].statistics == alone[i].statistics
+        new = [new_tokens_of(together[i], j, rows) for j in range(len(rows))]
+        assert new == [said(row, BATCH_TOKENS) for row in rows]
 
 
-def test_nothing_of_the_callers_is_changed():
-    """Options, ids, masks, weights or the global generator changed by a greedy call."""
-    target = tiny_target("llama")
-    drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
-    config = DFlowGenerationConfig(
-        max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, pad_token_id=0, repetition_penalty=1.1
-    )
-    mask, ids = torch.ones_like(LONG), LONG.clone()
-    weights = checksum(target), checksum(drafter)
-    attributes = set(vars(drafter)), set(vars(target))
-    states = config.to_dict(), target.generation_config.to_dict(), target.config.to_dict(), drafter.config.to_dict()
-    generator = torch.get_rng_state()
-    target.generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config)
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert torch.equal(ids, LONG) and torch.equal(mask, torch.ones_like(LONG))
-    assert (
-        config.to_dict(),
-        target.generation_config.to_dict(),
-        target.config.to_dict(),
-        drafter.config.to_dict(),
-    ) == states
-    assert (set(vars(drafter)), set(vars(target))) == attributes
-    for model, before in zip((target, drafter), weights, strict=True):
-        after = checksum(model)
-        assert after.keys() == before.keys()
-        assert all(torch.equal(after[name], before[name]) for name in before)
-        assert all(parameter.grad is None for parameter in model.parameters())
+# -- what the caller handed over
 
 
-def test_greedy_does_not_depend_on_the_seed():
+class Remembers(LogitsProcessor):
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_nothing_of_the_callers_is_changed(num_rows):
+    """Options, ids, masks, weights, processors or the global generator changed by a greedy call."""
+    target, rows = tiny_target(attention="sdpa"), [0, 1, 3][:num_rows]
+    drafter, processor = following(NudgedDrafter, rows, BATCH_TOKENS), Remembers()
+    ids, mask = padded([prompt(row) for row in rows])
+    options = {"repetition_penalty": 1.1, "eos_token_id": [5, 6], "do_sample": False, "pad_token_id": 0}
+    config = DFlowGenerationConfig(max_new_tokens=BATCH_TOKENS, return_dict_in_generate=True, **options)
+
+    def everything():
+        configs = [config, target.generation_config, target.config, drafter.config]
+        weights = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in (target, drafter)]
+        attributes = set(vars(drafter)) - {"drafting_rows"}, set(vars(target))
+        tensors = [ids.clone(), mask.clone(), torch.get_rng_state()]
+        return [part.to_dict() for part in configs], attributes, weights, tensors
+
+    before = everything()
+    processors = LogitsProcessorList([processor])
+    target.generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config,
+                    logits_processor=processors)  # fmt: skip
+    after = everything()
+    assert after[:2] == before[:2]
+    torch.testing.assert_close(after[2:], before[2:], atol=0, rtol=0)
+    assert all(parameter.grad is None for model in (target, drafter) for parameter in model.parameters())
+    assert (processor.calls == 0) == (num_rows > 1)  # each row of a batch has its own copy
+
+
+def test_greedy_does_not_depend_on_the_seed(target):
     """Random numbers drawn, and used, where nothing is sampled."""
-    target = tiny_target("llama")
     results = []
     for seed in (0, 1):
         set_seed(seed)
+        before = torch.get_rng_state()
         results.append(with_fresh_drafter(target, LONG))
+        assert torch.equal(torch.get_rng_state(), before)
     assert results[0] == results[1]
 
 
-def empty_cache(target, knows_config):
-    return DynamicCache(config=target.config) if knows_config else DynamicCache()
+# -- memory (H3)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding"])
-@pytest.mark.parametrize("knows_config", [True, False])
-def test_empty_cache_of_the_callers(family, knows_config, caplog):
-    """A caller's cache replaced by another, or taken for one that holds a prefix."""
-    target = tiny_target(family)
-    drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
-    held = empty_cache(target, knows_config)
-    output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, past_key_values=held)
-    assert torch.equal(output.sequences, plain_greedy(target, LONG, NEW_TOKENS))
-    assert_not_vacuous(output.statistics)
-    assert cache_of(output) is held
-    assert held.get_seq_length() == LONG.shape[1] + NEW_TOKENS - 1
-    assert not [record for record in caplog.records if record.name.startswith("hf_dflow")]
+def test_nothing_is_kept_after_the_call(monkeypatch, target):
+    """Features or draft caches that outlive the call, in a drafter that serves for weeks."""
+    caches = watch_draft_caches(monkeypatch)
+    output = decode(target, tiny_drafter(target, 4), prompt_of(9), 20)
+    gc.collect()
+    assert len(caches) == 1 and caches[0]() is None
+    assert cache_of(output) is not None
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding"])
-def test_cache_that_holds_half_the_prompt(family, caplog):
-    """Positions or rows counted from the start of what is computed instead of from the start of the text."""
-    target = tiny_target(family)
-    held = cache_of(plain_greedy(target, LONG[:, :HALF], 1, return_dict_in_generate=True))
-    assert held.get_seq_length() == HALF
-    plain = plain_greedy(target, LONG, NEW_TOKENS, past_key_values=copy.deepcopy(held))
-    drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
-    output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, past_key_values=held)
-    assert torch.equal(output.sequences, plain)
-    assert torch.equal(plain, plain_greedy(target, LONG, NEW_TOKENS))
-    assert drafter.anchor_positions[0] == LONG.shape[1]
-    assert_not_vacuous(output.statistics)
-    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("hf_dflow")]
-    assert len(warnings) == 1 and f"already holds {HALF} tokens" in warnings[0]
+def test_a_draft_cache_keeps_keys_and_values_only(target):
+    """Features kept beside the keys and values made of them: a token costs two vectors a layer, no more."""
+    drafter = tiny_drafter(target, 4)
+    features = torch.randn(2, 100, drafter.fc.in_features, dtype=torch.float64)
+    config = drafter.config
+    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    # Two rows, in buffers at most twice as long as what they hold.
+    assert draft_cache_numbers(drafter, features, [100, 60]) <= 2 * 2 * 100 * a_token
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
-def test_conversation_goes_on_from_a_returned_cache(family):
-    """A returned cache that only plain decoding can use, or that is a token ahead of its text."""
-    target = tiny_target(family)
-    first = dflow_greedy(target, scripted(NudgedDrafter, target, SHORT, 12), SHORT, max_new_tokens=12)
-    turn = torch.cat([first.sequences, prompt_of(5, seed=9)], dim=1)
-    drafter = scripted(NudgedDrafter, target, turn, NEW_TOKENS)
-    second = dflow_greedy(target, drafter, turn, max_new_tokens=NEW_TOKENS, past_key_values=cache_of(first))
-    assert torch.equal(second.sequences, plain_greedy(target, turn, NEW_TOKENS))
-    assert_not_vacuous(second.statistics)
+def test_prefill_computes_logits_for_the_last_token_only():
+    """Logits of a whole prompt, which are larger than everything else together."""
+    target, shapes = tiny_target(), []
+    target.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
+    dflow_greedy(target, tiny_drafter(target, 4), prompt_of(30), max_new_tokens=8)
+    assert shapes[0] == 1 and max(shapes) <= 4

@@ -4,6 +4,20 @@ from functools import cache
 
 import pytest
 import torch
+from batches import (
+    SLACK,
+    WIDTH,
+    alone,
+    decode_three,
+    drafter_for,
+    following,
+    generate,
+    new_ids,
+    new_tokens_of,
+    padded_texts,
+    said,
+    target_of,
+)
 from kit import (
     VOCAB_SIZE,
     PatternDrafter,
@@ -13,12 +27,15 @@ from kit import (
     dflow_greedy,
     plain_greedy,
     scripted_steps,
+    shared_target,
     tiny_drafter,
     tiny_target,
     tiny_tokenizer,
     varied_prompt,
 )
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from hf_dflow import UnsupportedGenerationError
 
 BLOCK_SIZE = 8
 # The prefill's token, a partial rejection (two drafts and a bonus), then a block that is right to its end: the texts of
@@ -30,20 +47,19 @@ NEW_TOKENS = 24
 FLOAT32 = 1e-5  # eager softmax and norms run in float32, and blocks sum in another order than single tokens
 # Family -> seed of the target, and of a prompt after which OFFSETS different tokens follow.
 FAMILIES = {"llama": (0, 55), "gpt2": (2, 138), "mistral_sliding": (0, 2)}
-every_offset = pytest.mark.parametrize("offset", OFFSETS)
 
 
 @cache
 def setting(family):
     """Target, prompt and the greedy text that it would go on with, a block longer than any test needs."""
     seed, prompt_seed = FAMILIES[family]
-    target = tiny_target(family, seed=seed)
+    target = shared_target(family, seed=seed)
     prompt = varied_prompt(target, len(OFFSETS), first_seed=prompt_seed)
     text = plain_greedy(target, prompt, NEW_TOKENS + BLOCK_SIZE)[0, prompt.shape[1] :].tolist()
     return target, prompt, text
 
 
-def drafter_for(family="llama", pattern=PATTERN):
+def script_for(family="llama", pattern=PATTERN):
     target, prompt, text = setting(family)
     drafter = tiny_drafter(target, BLOCK_SIZE, drafter_class=PatternDrafter)
     drafter.pattern = pattern
@@ -58,7 +74,7 @@ def both(family="llama", *, pattern=PATTERN, make_extra=dict, **kwargs):
         del kwargs["max_new_tokens"]
     extras = make_extra(), make_extra()
     plain = target.generate(prompt, do_sample=False, **kwargs, **extras[0])
-    drafter = drafter_for(family, pattern)
+    drafter = script_for(family, pattern)
     output = dflow_greedy(target, drafter, prompt, **kwargs, **extras[1])
     assert torch.equal(output.sequences, plain.sequences)
     return plain, output, drafter, extras
@@ -81,13 +97,16 @@ def assert_cut_after(output, offset):
         assert_not_vacuous(statistics)
 
 
-@every_offset
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("eos_kind", ["single", "list"])
-def test_eos(family, offset, eos_kind):
-    """Tokens after an EOS inside a block: in the text, the cache, the scores, the stream or the counts."""
+@pytest.mark.oldest
+@pytest.mark.parametrize(
+    ("family", "offset"),
+    [("llama", offset) for offset in OFFSETS]
+    + [(family, offset) for family in ("gpt2", "mistral_sliding") for offset in (0, 2, 3, 4, 7, 11, 12)],
+)
+def test_eos(family, offset):
+    """D1: tokens after an EOS inside a block, in the text, the cache, the scores, the stream or the counts."""
     text = setting(family)[2]
-    eos = text[offset] if eos_kind == "single" else [text[offset], text[offset + 1]]
+    eos = text[offset] if offset % 2 else [text[offset], text[offset + 1]]
     plain, output, _, (before, after) = both(
         family, eos_token_id=eos, output_scores=True, make_extra=lambda: {"streamer": RecordingStreamer()}
     )
@@ -107,7 +126,7 @@ def test_eos(family, offset, eos_kind):
 def test_rejected_eos_does_not_end():
     """EOS looked for among the drafts instead of among what was accepted."""
     target, prompt, text = setting("llama")
-    drafter = drafter_for()
+    drafter = script_for()
     unsaid = next(token for token in range(VOCAB_SIZE - 1) if token not in text)
     drafter._wrong = lambda right: unsaid
     output = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=unsaid)
@@ -115,8 +134,7 @@ def test_rejected_eos_does_not_end():
     assert_not_vacuous(output.statistics)
 
 
-@every_offset
-@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize(("offset", "length"), [*((i, 2) for i in OFFSETS), (0, 1), (2, 1), (9, 1)])
 def test_stop_strings(offset, length):
     """A stop string asked for only at a block's end, or one that spans two blocks missed."""
     text, tokenizer = setting("llama")[2], tiny_tokenizer()
@@ -136,13 +154,12 @@ class Fires(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
-@every_offset
-@pytest.mark.parametrize("output_scores", [False, True])
-def test_custom_criterion(offset, output_scores):
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_custom_criterion(offset):
     """A criterion that is skipped for a prefix, asked twice, or shown a rejected draft."""
     length = setting("llama")[1].shape[1] + offset + 1
     _, output, _, (before, after) = both(
-        output_scores=output_scores, make_extra=lambda: {"stopping_criteria": StoppingCriteriaList([Fires(length)])}
+        output_scores=bool(offset % 2), make_extra=lambda: {"stopping_criteria": StoppingCriteriaList([Fires(length)])}
     )
     assert_cut_after(output, offset)
     assert after["stopping_criteria"][0].calls == before["stopping_criteria"][0].calls
@@ -205,9 +222,104 @@ def test_min_new_tokens_beyond_a_block(eos_offset):
     target, prompt, text = setting("llama")
     kwargs = {"eos_token_id": text[eos_offset], "min_new_tokens": 2 * BLOCK_SIZE, "max_new_tokens": NEW_TOKENS}
     plain = plain_greedy(target, prompt, **kwargs)
-    drafter = drafter_for()
+    drafter = script_for()
     drafter.follow(plain, prompt.shape[1])
     output = dflow_greedy(target, drafter, prompt, **kwargs)
     assert torch.equal(output.sequences, plain)
     assert output.statistics.num_output_tokens >= 2 * BLOCK_SIZE
     assert_not_vacuous(output.statistics)
+
+
+# -- batches: each row ends where it ends alone
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3, 5, 8, 10, 12])
+def test_eos_at_an_offset_of_a_row(offset):
+    """D1 in a batch: tokens behind an EOS inside a block, or a row cut where its neighbour ends."""
+    rows, eos = [0, 3, 1], said(3, 20)[offset]
+    expected = [said(row, 20, [eos]) for row in rows]
+    drafter = following(PatternDrafter, rows, 20, pattern=[2, 7, 7])
+    output = generate(rows, drafter, 20, eos_token_id=eos, pad_token_id=0)
+    lengths = [len(tokens) for tokens in expected]
+    longest = max(lengths)
+    assert [new_tokens_of(output, i, rows) for i in range(3)] == [
+        tokens + [0] * (longest - len(tokens)) for tokens in expected
+    ]
+    assert [row.num_output_tokens for row in output.statistics.per_row] == lengths
+    if min(lengths) > 5:
+        assert_not_vacuous(output.statistics)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_length_budget_of_a_batch(limit):
+    """D3 in a batch: a block, a draft or a target row beyond the room that is left."""
+    rows, widths = [0, 3, 1], []
+    drafter = following(PatternDrafter, rows, limit, pattern=[7, 0, 2], offset=1)
+    handle = target_of().register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        output = generate(rows, drafter, limit)
+    finally:
+        handle.remove()
+    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, limit) for row in rows]
+    assert max(widths[1:], default=0) <= max(limit - 1, 1)
+    assert limit > 2 or drafter.anchors == [[], [], []]
+
+
+@pytest.mark.parametrize("offset", [0, 3, 4, 9, 12])
+def test_stop_strings_of_a_batch(offset):
+    """A stop string looked for in padding, in a neighbour's text, or at the ends of blocks only."""
+    tokenizer, texts = tiny_tokenizer(), [alone(place, 20 + SLACK) for place in range(3)]
+    stop = tokenizer.decode(texts[1][WIDTH + offset - (offset > 0) : WIDTH + offset + 1])
+    options = {"stop_strings": [stop], "tokenizer": tokenizer}
+    expected = [alone(place, 20, **options) for place in range(3)]
+    output = decode_three(drafter_for(texts), 20, **options)
+    assert [new_ids(output, place) for place in range(3)] == padded_texts(expected)
+    assert len(expected[1]) <= WIDTH + offset + 1
+
+
+class FiresByPrompt(StoppingCriteria):
+    """Ends a row at a length that follows from its prompt; keeps what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.asked.append(input_ids[0].tolist())
+        return torch.tensor([input_ids.shape[1] >= WIDTH + 3 + int(input_ids[0, WIDTH - 1]) % 5] * len(input_ids))
+
+
+def test_criteria_of_a_batch():
+    """A criterion that ends all rows when it ends one, or is asked about a row that has ended."""
+    single, together = FiresByPrompt(), FiresByPrompt()
+    expected = [alone(place, 20, stopping_criteria=StoppingCriteriaList([single])) for place in range(3)]
+    drafter = drafter_for([alone(place, 20 + SLACK) for place in range(3)])
+    output = decode_three(drafter, 20, stopping_criteria=StoppingCriteriaList([together]))
+    assert [new_ids(output, place) for place in range(3)] == padded_texts(expected)
+    assert len({len(text) for text in expected}) > 1
+    assert sorted(together.asked) == sorted(single.asked)
+    assert decode_three(drafter, 20, max_time=0.0).statistics.num_output_tokens == 3  # looked at before all have ended
+
+
+def test_rows_that_may_end_apart_need_a_padding_token():
+    """Rows padded with a token that means something."""
+    criteria = StoppingCriteriaList([FiresByPrompt()])
+    with pytest.raises(UnsupportedGenerationError, match="pad_token_id"):
+        target = tiny_target("llama", attention="sdpa")
+        target.generation_config.pad_token_id = None
+        ids = torch.cat([alone(0, 1)[None, :WIDTH]] * 2)
+        dflow_greedy(target, tiny_drafter(target), ids, max_new_tokens=4, stopping_criteria=criteria)
+
+
+@pytest.mark.parametrize("streamer", [RecordingStreamer(), TextStreamer(tiny_tokenizer())])
+def test_streamed_batches_are_refused(streamer):
+    """D4: rows streamed in turns that no reader can tell apart."""
+    calls = []
+    handle = target_of().register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(ValueError, match=r"batch of 3|batch size 1"):
+            decode_three(tiny_drafter(target_of()), 4, streamer=streamer)
+    finally:
+        handle.remove()
+    assert not calls

@@ -1,33 +1,88 @@
-"""Static caches: blocks run compiled where plain decoding compiles, at the shapes that recur, and say the same."""
+"""Static caches: the same text in the same room, and blocks compiled where plain decoding compiles."""
 
 from functools import cache
 
 import pytest
 import torch
 from batches import following, generate, new_tokens_of, said, target_of
+from internals import needs_croppable_static
 from kit import (
+    CACHE,
+    SAMPLED,
     HostileDrafter,
     NudgedDrafter,
     OracleDrafter,
     PatternDrafter,
     assert_not_vacuous,
+    cache_of,
+    decode,
     dflow_greedy,
+    our_warnings,
     plain_greedy,
     prompt_of,
     scripted,
+    shared_target,
     tiny_target,
 )
-from transformers import CompileConfig
+from transformers import CompileConfig, StaticCache
 
-from hf_dflow import AcceptanceProcessor, DFlowGenerationConfig
-from hf_dflow.generation._compat import STATIC_IS_CROPPABLE
+from hf_dflow import AcceptanceProcessor
 
-pytestmark = pytest.mark.skipif(not STATIC_IS_CROPPABLE, reason="this transformers cannot crop static caches")
+pytestmark = needs_croppable_static
 
 BLOCK_SIZE, NEW_TOKENS = 8, 40
 PATTERN = [3, 0, 7, 1, 5]
 PROMPT = prompt_of(13, seed=8)
 EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+
+
+# -- room (C3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("own", [False, True])
+def test_static_cache(family, own):
+    """C3: a static cache that is reallocated, keeps rejected drafts, or has no room for the last block."""
+    target, new_tokens = shared_target(family), 24
+    plain = plain_greedy(target, PROMPT, new_tokens, cache_implementation="static", return_dict_in_generate=True)
+    drafter = scripted(PatternDrafter, target, PROMPT, new_tokens, pattern=PATTERN)
+    room = PROMPT.shape[1] + new_tokens - 1
+    held = StaticCache(config=target.config, max_cache_len=room)
+    options = {CACHE: held} if own else {"cache_implementation": "static"}
+    options |= {"output_attentions": True, "output_hidden_states": True, "max_new_tokens": new_tokens}
+    output = dflow_greedy(target, drafter, PROMPT, **options)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert torch.equal(output.sequences, plain_greedy(target, PROMPT, new_tokens))
+    assert_not_vacuous(output.statistics)
+    assert isinstance(cache_of(output), StaticCache) and (not own or cache_of(output) is held)
+    assert int(cache_of(output).get_seq_length()) == int(cache_of(plain).get_seq_length()) == room
+    assert {layer.shape[-1] for step in output.attentions[1:] for layer in step} == {room}
+    for layer, other in zip(cache_of(output).layers, cache_of(plain).layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, :room], other.keys[:, :, :room], atol=1e-5, rtol=1e-5)
+
+
+def test_static_cache_that_is_just_large_enough(target):
+    """C3: drafts written past the end of a static cache, where the text itself ends in time."""
+    words = plain_greedy(target, PROMPT, 32)[0, 13:].tolist()
+    # Inside a block: its other drafts would be written behind the end.
+    end = next(i for i, token in enumerate(words) if i >= 3 and i % 8 in (1, 2, 3, 4) and token not in words[:i])
+    held = StaticCache(config=target.config, max_cache_len=13 + end)
+    drafter = scripted(OracleDrafter, target, PROMPT, 24)
+    options = {"eos_token_id": words[end], "max_new_tokens": 24, CACHE: held}
+    assert dflow_greedy(target, drafter, PROMPT, **options).sequences[0, 13:].tolist() == words[: end + 1]
+
+
+def test_static_cache_of_a_batch(caplog):
+    """C3: rows that share a static cache's one length."""
+    rows = [0, 1, 3]
+    drafter = following(PatternDrafter, rows, 24, pattern=PATTERN, offset=2)
+    output = generate(rows, drafter, 24, cache_implementation="static")
+    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, 24) for row in rows]
+    assert getattr(output, CACHE) is None
+    assert any("row by row" in warning for warning in our_warnings(caplog))
+
+
+# -- compiled blocks
 
 
 def on_any_device(**options) -> CompileConfig:
@@ -94,14 +149,8 @@ def test_torch_compiles_one_graph_and_says_the_same():
     config = on_any_device(backend=backend)
     torch._dynamo.reset()
     for _ in range(2):
-        output = dflow_greedy(
-            target,
-            drafters[PatternDrafter],
-            PROMPT,
-            max_new_tokens=NEW_TOKENS,
-            cache_implementation="static",
-            compile_config=config,
-        )
+        options = {"cache_implementation": "static", "compile_config": config}
+        output = decode(target, drafters[PatternDrafter], PROMPT, NEW_TOKENS, **options)
         assert torch.equal(output.sequences, plain_greedy(target, PROMPT, NEW_TOKENS))
         assert_not_vacuous(output.statistics)
         assert len(compiled) == 1
@@ -143,17 +192,9 @@ def test_what_a_compiled_target_gives_out_is_not_kept(monkeypatch):
     monkeypatch.setattr(target, "get_compiled_call", lambda config: graph, raising=False)
     for options in ({"disable_compile": True}, {}):
         kept: list = []
-        config = DFlowGenerationConfig(
-            cache_implementation="static",
-            compile_config=on_any_device(),
-            max_new_tokens=NEW_TOKENS,
-            acceptance_processors=[Keeps(kept)],
-            return_dict_in_generate=True,
-            pad_token_id=0,
-            **EVERYTHING,
-            **options,
-        )
-        output = target.generate(PROMPT, assistant_model=drafters[NudgedDrafter], generation_config=config)
+        options |= {"cache_implementation": "static", "compile_config": on_any_device(), **EVERYTHING}
+        options["acceptance_processors"] = [Keeps(kept)]
+        output = decode(target, drafters[NudgedDrafter], PROMPT, NEW_TOKENS, **options)
         states = [output[name] for name in ("scores", "logits", "hidden_states", "attentions")]
         found.append((output.sequences, output.statistics.per_step_accepted, states, kept))
     assert len(graph.widths) > 4  # of the second call only
@@ -180,8 +221,7 @@ def test_compiled_blocks_end_where_plain_text_ends(graph, end):
     plain = plain_greedy(target, PROMPT, NEW_TOKENS, cache_implementation="static", **options)
     output = static(PatternDrafter, **options)
     assert torch.equal(output.sequences, plain.sequences)
-    held = next(output[name] for name in ("cache", "past_key_values") if name in output)
-    assert int(held.get_seq_length()) == output.sequences.shape[1] - 1
+    assert int(cache_of(output).get_seq_length()) == output.sequences.shape[1] - 1
 
 
 def test_rows_of_a_batch_share_the_compiled_forward(monkeypatch):
@@ -200,19 +240,12 @@ def test_rows_of_a_batch_share_the_compiled_forward(monkeypatch):
 def test_sampled_text_does_not_depend_on_compiling(graph, verification):
     """Logits that are overwritten between the acceptance test and the bonus."""
     target, drafters = setting()
-    texts = []
-    for disable in (True, False):
-        config = DFlowGenerationConfig(
-            do_sample=True,
-            top_k=0,
-            temperature=0.5,
-            seeds=[3],
-            verification=verification,
-            max_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-            cache_implementation="static",
-            compile_config=on_any_device(),
-            disable_compile=disable,
-        )
-        texts.append(target.generate(PROMPT, assistant_model=drafters[NudgedDrafter], generation_config=config))
+    options = {"verification": verification, "cache_implementation": "static", "compile_config": on_any_device()}
+    texts = [
+        decode(
+            target, drafters[NudgedDrafter], PROMPT, NEW_TOKENS, disable_compile=is_disabled, seeds=[3],
+            **{**SAMPLED, "temperature": 0.5}, **options,
+        ).sequences
+        for is_disabled in (True, False)
+    ]  # fmt: skip
     assert torch.equal(*texts) and graph.widths
