@@ -64,6 +64,16 @@ def read_record(path: Path) -> dict[RunKey, dict[str, Any]]:
     return runs
 
 
+def append(path: Path, entry: dict[str, Any]) -> None:
+    """Add a line; one that a kill cut short gets its end first, so that the new one stands alone."""
+    with open(path, "a+b") as lines:
+        if lines.tell():
+            lines.seek(-1, 2)
+            is_cut = lines.read(1) != b"\n"
+            lines.write(b"\n" * is_cut)
+        lines.write(json.dumps(entry).encode() + b"\n")
+
+
 def prepared_lab(folder: Path, target_seed: int) -> Lab:
     """The target of a seed with its rows and held-out prompts, made where `folder` lacks them."""
     if not (folder / "held_out.json").exists():
@@ -121,8 +131,7 @@ def run(
             continue
         lab = prepared_lab(folder / f"target-{key.target_seed}", key.target_seed)
         entry = train_and_decode(lab, key)
-        with open(record, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(entry) + "\n")
+        append(record, entry)
         counts = entry["counts"][key.kind]
         tokens_per_step = sum(counts["tokens"]) / sum(counts["steps"])
         typer.echo(f"{key}: {tokens_per_step:.3f} tokens per step")
