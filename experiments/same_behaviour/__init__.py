@@ -1,0 +1,1 @@
+"""Do two commits decode alike? See `__main__`."""
