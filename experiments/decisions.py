@@ -37,8 +37,9 @@ from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
 from hf_dflow.console import JsonOption, ThreadsOption, errors_in_words, use_threads, writable, write_json
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.configuration import SAMPLING_RULES
+from hf_dflow.generation.measure import step_costs
 from hf_dflow.generation.mixture import LEARNED
-from hf_dflow.generation.policy.lengths import StepCosts, step_costs
+from hf_dflow.generation.policy.costs import StepCosts
 from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO
 
 WHAT = ("mixture", "length", "tree", "together", "calibration")

@@ -32,10 +32,8 @@ from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.bench.workloads import Prompt, chosen_prompts, tasks_in_turn
 from hf_dflow.console import JsonOption, ThreadsOption, errors_in_words, use_threads, write_json
 from hf_dflow.errors import DFlowError
-from hf_dflow.generation.drafting import DraftBlock
-from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.mixture import StaleMixture
-from hf_dflow.generation.verification import Verification
+from hf_dflow.generation.step import Proposal, Verification, VerifierFeedback
 
 
 @dataclass
@@ -65,9 +63,9 @@ class ClockedMixture(StaleMixture):
     def adjust_draft_logits(self, draft_logits: torch.Tensor, feedback: VerifierFeedback | None) -> torch.Tensor:
         return self._timed(super().adjust_draft_logits, draft_logits, feedback)
 
-    def observe(self, draft: DraftBlock, verification: Verification) -> None:
-        self._timed(super().observe, draft, verification)
-        self.clock.steps += draft.token_ids.shape[1] > 0
+    def observe(self, proposal: Proposal, verification: Verification) -> None:
+        self._timed(super().observe, proposal, verification)
+        self.clock.steps += proposal.token_ids.shape[1] > 0
 
 
 def _seconds(device: torch.device) -> float:

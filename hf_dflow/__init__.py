@@ -14,12 +14,12 @@ from hf_dflow.errors import (
 from hf_dflow.generation.acceptance import AcceptanceContext, AcceptanceProcessor, AcceptanceThreshold
 from hf_dflow.generation.configuration import DFlowGenerationConfig
 from hf_dflow.generation.decoder import DFlowDecoder
-from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.mixture import StaleMixture
 from hf_dflow.generation.output import GenerateDFlowOutput
 from hf_dflow.generation.pair import check_pair, record_target, tokenizer_fingerprint
 from hf_dflow.generation.policy.monitor import AcceptanceMonitor, MonitorSettings, StepTimes
 from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.generation.step import VerifierFeedback
 from hf_dflow.generation.strategy import install, uninstall
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter

@@ -11,20 +11,19 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_dflow.generation import _compat, decoder, drafting, feedback, mixture, pair, verification
-from hf_dflow.generation._compat import STATIC_IS_CROPPABLE, capture_features, is_croppable
-from hf_dflow.generation.cache import DraftCache
+from hf_dflow.generation import _compat, decoder, drafting, feedback, measure, mixture, pair, step, verification
+from hf_dflow.generation._compat import STATIC_IS_CROPPABLE, capture_features
+from hf_dflow.generation.cache import DraftCache, is_croppable
 from hf_dflow.generation.configuration import OPTION_NAMES, resolve_options
-from hf_dflow.generation.drafting import DraftBlock
-from hf_dflow.generation.feedback import StepLogits, VerifierFeedback
-from hf_dflow.generation.path import POSITION_INDEPENDENT, PURE, PathProcessor
-from hf_dflow.generation.policy import lengths, trees
-from hf_dflow.generation.policy.lengths import TRIAL, LengthPlanner, StepCosts, measure_step_costs, step_costs
-from hf_dflow.generation.policy.pausing import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, DraftPolicy
-from hf_dflow.generation.policy.trees import DraftTree, Worth, grow
+from hf_dflow.generation.measure import measure_step_costs, step_costs
+from hf_dflow.generation.policy.base import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, BackOff
+from hf_dflow.generation.policy.costs import StepCosts
+from hf_dflow.generation.policy.lengths import TRIAL, LengthPlanner
+from hf_dflow.generation.policy.trees import Worth, grow
+from hf_dflow.generation.processors import POSITION_INDEPENDENT, PURE, PathProcessor
+from hf_dflow.generation.step import DraftTree, Proposal, Verification, VerifierFeedback
 from hf_dflow.generation.strategy import WRAPPED
-from hf_dflow.generation.uniforms import cut as cut_uniforms
-from hf_dflow.generation.verification import Verification
+from hf_dflow.generation.uniforms import Uniforms
 
 __all__ = [
     "FIRST_PAUSE",
@@ -36,13 +35,12 @@ __all__ = [
     "STATIC_IS_CROPPABLE",
     "TRIAL",
     "WRAPPED",
-    "DraftPolicy",
+    "BackOff",
     "DraftTree",
     "LengthPlanner",
     "StepCosts",
     "Worth",
     "capture_features",
-    "cut_uniforms",
     "grow",
     "is_croppable",
     "measure_step_costs",
@@ -59,16 +57,15 @@ needs_croppable_static = pytest.mark.skipif(
 # -- data of a step
 
 
-def proposal(token_ids: torch.Tensor, logits: torch.Tensor, lengths: list[int] | None = None) -> DraftBlock:
+def proposal(token_ids: torch.Tensor, logits: torch.Tensor, lengths: list[int] | None = None) -> Proposal:
     """Drafts `[B, N]` with the law `[B, N, V]` that they were drawn from; row b counts `lengths[b]` of them."""
     is_finite = torch.ones(len(token_ids), dtype=torch.bool)
-    counts = None if lengths is None or set(lengths) == {token_ids.shape[1]} else torch.tensor(lengths)
-    return DraftBlock(token_ids, logits, is_finite, counts)
+    return Proposal(token_ids, logits, is_finite, tuple(lengths or [token_ids.shape[1]] * len(token_ids)))
 
 
 def one_row(step_data, row: int, length: int):
     """A proposal or a verification of one row, as if it were alone."""
-    return step_data.row(row, length)
+    return step_data.row(row) if isinstance(step_data, Proposal) else step_data.row(row, length)
 
 
 def verified(accepted: torch.Tensor, bonus_ids: torch.Tensor, raw_logits: torch.Tensor, features: torch.Tensor):
@@ -79,7 +76,8 @@ def verified(accepted: torch.Tensor, bonus_ids: torch.Tensor, raw_logits: torch.
 
 def feedback_of(proposal, verification, lengths: list[int], accepted: list[int]) -> VerifierFeedback | None:
     """What the next step gets of this one, logits included."""
-    return feedback.make_feedback(proposal, verification, lengths, accepted, with_logits=True)
+    assert list(proposal.lengths) == lengths
+    return feedback.make_feedback(proposal, verification, accepted, with_logits=True)
 
 
 def feedback_with(stale: torch.Tensor, accepted: int = 0) -> VerifierFeedback:
@@ -92,8 +90,10 @@ def feedback_with(stale: torch.Tensor, accepted: int = 0) -> VerifierFeedback:
         bonus_ids=torch.tensor([0]),
         rejected_ids=torch.tensor([1]),
         accepted_length=torch.tensor([accepted]),
-        accepted=[accepted],
-        logits=StepLogits(torch.cat([before, stale[:, : slots - accepted]], dim=1), torch.zeros_like(stale)),
+        accepted=(accepted,),
+        lengths=(slots,),
+        step_target_logits=torch.cat([before, stale[:, : slots - accepted]], dim=1),
+        step_draft_logits=torch.zeros_like(stale),
     )
 
 
@@ -103,60 +103,64 @@ def feedback_with(stale: torch.Tensor, accepted: int = 0) -> VerifierFeedback:
 def replace_shift(monkeypatch, replacement: Callable) -> Callable:
     """Line rejected rows up by `replacement(rows, shift, lengths)`; returns what did it before."""
     honest = feedback.shift_left
-    monkeypatch.setattr(feedback, "shift_left", replacement)
+    for module in (feedback, step):
+        monkeypatch.setattr(module, "shift_left", replacement)
     return honest
 
 
 def watch_drafting_rows(watch: Callable[[object, list[int]], None]) -> None:
     """For the rest of the process: `watch(drafter, rows of the caller's batch)` before each drafter forward."""
-    draft = drafting.DraftSession.draft
+    slots = drafting.DraftSession.slots
 
     def watched(session, rows, *args):
         watch(session.drafter, [row.index for row in rows])
-        return draft(session, rows, *args)
+        return slots(session, rows, *args)
 
-    drafting.DraftSession.draft = watched
+    drafting.DraftSession.slots = watched
 
 
 def corrupt_the_draft_law(monkeypatch) -> None:
     """Hand verification other logits than the drafts were drawn from."""
-    draft = drafting.DraftSession.draft
+    choose = drafting.DraftSession.choose
 
     def corrupted(session, *args):
-        block = draft(session, *args)
-        return replace(block, logits=-block.logits)
+        proposal = choose(session, *args)
+        return replace(proposal, logits=-proposal.logits)
 
-    monkeypatch.setattr(drafting.DraftSession, "draft", corrupted)
+    monkeypatch.setattr(drafting.DraftSession, "choose", corrupted)
 
 
 def relay_of_the_same_step(monkeypatch) -> None:
     """Recompute the draft law from the target's rows of the very step that is being verified."""
-    draft, decide = drafting.DraftSession.draft, verification.Verifier.__call__
+    slots, decide = drafting.DraftSession.slots, verification.Verifier.__call__
     redraft = []
 
-    def remembered(session, rows, lengths, feedback, uniforms):
-        redraft.append(lambda peek: draft(session, rows, lengths, peek, None).logits)
-        return draft(session, rows, lengths, feedback, uniforms)
+    def remembered(session, rows, lengths, feedback):
+        redraft.append(lambda peek: session.choose(rows, slots(session, rows, lengths, peek), None).logits)
+        return slots(session, rows, lengths, feedback)
 
-    def peeking(verifier, rows, lengths, block, target_logits, features, uniforms, ends):
-        if block.token_ids.shape[1]:
+    def peeking(verifier, rows, forward, uniforms):
+        chain = forward.chain
+        if chain.num_drafts:
             peek = VerifierFeedback(
-                features=features[:, 1:],
-                is_fed=torch.ones_like(block.token_ids, dtype=torch.bool),
+                features=forward.features[:, 1:],
+                is_fed=torch.ones_like(chain.token_ids, dtype=torch.bool),
                 bonus_ids=rows[0].ids[:, -1],
-                rejected_ids=block.token_ids[:, 0],
+                rejected_ids=chain.token_ids[:, 0],
                 accepted_length=torch.zeros_like(rows[0].ids[:, 0]),
+                accepted=(0,),
+                lengths=chain.lengths,
             )
-            block = replace(block, logits=redraft[-1](peek))
-        return decide(verifier, rows, lengths, block, target_logits, features, uniforms, ends)
+            forward = replace(forward, chain=replace(chain, logits=redraft[-1](peek)))
+        return decide(verifier, rows, forward, uniforms)
 
-    monkeypatch.setattr(drafting.DraftSession, "draft", remembered)
+    monkeypatch.setattr(drafting.DraftSession, "slots", remembered)
     monkeypatch.setattr(verification.Verifier, "__call__", peeking)
 
 
 def script_random_numbers(monkeypatch, uniforms: Callable, draw: Callable, verify: Callable) -> None:
     """`uniforms(num_drafts)` hands out a step's numbers, `draw(logits, uniforms)` drafts, `verify(**kwargs)` judges."""
-    monkeypatch.setattr(decoder._Call, "_uniforms", lambda call, rows, lengths: uniforms(max(lengths)))
+    monkeypatch.setattr(decoder, "draw_uniforms", lambda generators, lengths, device: Uniforms(*uniforms(max(lengths))))
     monkeypatch.setattr(drafting, "draw_tokens", draw)
     monkeypatch.setattr(verification, "verify_block", verify)
 
@@ -182,22 +186,22 @@ def confidences_of_the_drafts(monkeypatch) -> None:
     def of_the_drafts(block, is_sampled):
         return block.logits.softmax(-1).gather(-1, block.token_ids[..., None])[..., 0]
 
-    monkeypatch.setattr(DraftBlock, "confidences", of_the_drafts)
+    monkeypatch.setattr(Proposal, "confidences", of_the_drafts)
 
 
 def confidences_behind_the_drafts(monkeypatch) -> None:
     """Cut blocks by the slots' laws behind the drafts that were sampled before them."""
-    honest = DraftBlock.confidences
-    monkeypatch.setattr(DraftBlock, "confidences", lambda block, is_sampled: honest(block, False))
+    honest = Proposal.confidences
+    monkeypatch.setattr(Proposal, "confidences", lambda block, is_sampled: honest(block, False))
 
 
 def measured_costs(target) -> dict:
     """Costs that were measured for `target`, by drafter and devices."""
-    return lengths._MEASURED[target]
+    return measure._MEASURED[target]
 
 
 def one_child_for_each_node(monkeypatch) -> None:
-    monkeypatch.setattr(trees, "CHILDREN", 1)
+    monkeypatch.setattr(drafting, "CHILDREN", 1)
 
 
 # -- caches

@@ -17,7 +17,8 @@ from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.configuration import resolve_options
 from hf_dflow.generation.mixture import StaleMixture
-from hf_dflow.generation.policy.lengths import LengthPlanner, StepCosts
+from hf_dflow.generation.policy.costs import StepCosts
+from hf_dflow.generation.policy.lengths import LengthPlanner
 from hf_dflow.generation.policy.lengths import calibrated as calibrated_probability
 from hf_dflow.model.configuration import NUM_TRAITS
 

@@ -80,13 +80,13 @@ def test_rows_of_a_batch_are_corrected_by_their_own_drafts():
 def test_states_that_are_not_finite_end_in_plain_decoding_and_not_in_nan(monkeypatch):
     """Bug: NaN that the correction carries into a draft law whose logits had been cleared."""
     target, drafter = corrected_pair()
-    honest, blocks = DraftSession.draft, []
+    honest, blocks = DraftSession.choose, []
 
     def watching(*arguments, **options):
         blocks.append(honest(*arguments, **options))
         return blocks[-1]
 
-    monkeypatch.setattr(DraftSession, "draft", watching)
+    monkeypatch.setattr(DraftSession, "choose", watching)
     with torch.no_grad():
         drafter.norm.weight.fill_(torch.nan)
     prompt = prompt_of(9)

@@ -8,6 +8,7 @@ from kit import OracleDrafter, PatternDrafter, assert_not_vacuous, plain_greedy,
 
 from hf_dflow.bench.lossless import FAULT, IDENTICAL, NEAR_TIE, compare_with_plain
 from hf_dflow.generation import _compat
+from hf_dflow.generation.step import Emission
 
 NEW_TOKENS, MARGIN = 40, 0.1
 PATTERN = [7, 2, 0, 3, 5, 1]
@@ -59,11 +60,11 @@ def test_a_fault_at_a_processed_row_is_measured_on_processed_logits(monkeypatch)
     banned = int(plain_greedy(target, prompt, 1)[0, -1])
     drafter = scripted(OracleDrafter, target, prompt, NEW_TOKENS)
 
-    def emit_banned(decode, rows, *args):
+    def emit_banned(decoder, plan, rows, model_kwargs):
         sequences = torch.cat([rows[0].ids, torch.full((1, NEW_TOKENS), banned)], dim=1)
         return SimpleNamespace(sequences=sequences, statistics=SimpleNamespace(lossless=True))
 
-    monkeypatch.setattr("hf_dflow.generation.batch.decode_all", emit_banned)
+    monkeypatch.setattr("hf_dflow.generation.decoder.DFlowDecoder._decode", emit_banned)
     report = compare_with_plain(target, drafter, prompt, NEW_TOKENS, suppress_tokens=[banned])
     assert report.verdict == FAULT and report.position == 0 and report.gap == float("inf")
 
@@ -71,7 +72,12 @@ def test_a_fault_at_a_processed_row_is_measured_on_processed_logits(monkeypatch)
 def test_an_early_end_is_a_fault(monkeypatch):
     """Catches a comparer that stops looking where the shorter text ends."""
     target, drafter, prompt = _pair()
-    monkeypatch.setattr("hf_dflow.generation.stopping.StopPlan.clip", lambda self, *args, **kwargs: (1, True))
+    monkeypatch.setattr(
+        "hf_dflow.generation.stopping.StopPlan.clip",
+        lambda plan, index, row, new_tokens, draft_ids, verification: Emission(
+            verification.bonus_ids[None], new_tokens[-1:], 0, is_last=True
+        ),
+    )
     report = compare_with_plain(target, drafter, prompt, NEW_TOKENS)
     assert not report.identical and report.verdict == FAULT and report.position == 1 and report.margin is None
 

@@ -32,11 +32,11 @@ def decoded(request):
     steps = []
     original = Verifier.__call__
 
-    def spy(self, rows, lengths, draft, target_logits, *arguments):
-        anchor = rows[0].length - 1
-        verification = original(self, rows, lengths, draft, target_logits, *arguments)
-        if draft.token_ids.shape[1]:
-            steps.append((anchor, draft.token_ids[0], int(verification.accepted_length), target_logits[0]))
+    def spy(self, rows, forward, uniforms):
+        anchor, draft = rows[0].length - 1, forward.chain
+        verification = original(self, rows, forward, uniforms)
+        if draft.num_drafts:
+            steps.append((anchor, draft.token_ids[0], int(verification.accepted_length), forward.logits[0]))
         return verification
 
     Verifier.__call__ = spy

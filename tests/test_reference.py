@@ -5,7 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dflow import DFlowDrafter, DFlowDrafterConfig, DFlowGenerationConfig
-from hf_dflow.generation.decoder import _Call
+from hf_dflow.generation import decoder
+from hf_dflow.generation.uniforms import Uniforms
 from hf_dflow.reference import reference_generate
 
 VOCAB, NEW_TOKENS = 8, 60  # few tokens: a random drafter is right often enough to accept and to be rejected
@@ -60,14 +61,14 @@ def fast(pair, monkeypatch, uniforms=None, **options):
     """Tokens and accepted lengths of the fast loop, fed with `uniforms`."""
     target, drafter = pair
 
-    def scripted(call, rows, lengths):
-        if not call.do_sample:
-            return None, None
+    def scripted(generators, lengths, device):
+        if generators[0] is None:
+            return None
         (num_drafts,) = lengths
         drawn = torch.tensor([[next(uniforms) for _ in range(2 * num_drafts + 1)]], dtype=torch.float64)
-        return drawn[:, :num_drafts], drawn[:, num_drafts:]
+        return Uniforms(drawn[:, :num_drafts], drawn[:, num_drafts:])
 
-    monkeypatch.setattr(_Call, "_uniforms", scripted)
+    monkeypatch.setattr(decoder, "draw_uniforms", scripted)
     config = DFlowGenerationConfig(
         max_new_tokens=NEW_TOKENS, do_sample=uniforms is not None, return_dict_in_generate=True, top_k=0, **options
     )

@@ -37,7 +37,7 @@ def pair(request):
 def decode(target, drafter, use_relay: bool):
     """Accepted length of each whole step, the text as training rows, and where each step's anchor stood."""
     positions = []
-    original = DraftSession.draft
+    original = DraftSession.slots
 
     def spy(session, rows, *args, **kwargs):
         positions.append(rows[0].next_position)
@@ -45,7 +45,7 @@ def decode(target, drafter, use_relay: bool):
 
     drafter.config.generation_defaults = {"use_relay": use_relay}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftSession, "draft", spy)
+        patch.setattr(DraftSession, "slots", spy)
         output = dflow_greedy(target, drafter, torch.tensor([[1, 5, 2]]), max_new_tokens=NEW_TOKENS)
     text = output.sequences
     states = target(text, output_hidden_states=True).hidden_states

@@ -11,7 +11,7 @@ from hf_dflow.bench.evaluation import Answer
 from hf_dflow.bench.runners import Mode, Run
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import Prompt
-from hf_dflow.generation.policy.lengths import StepCosts
+from hf_dflow.generation.policy.costs import StepCosts
 from hf_dflow.generation.statistics import AcceptanceStatistics
 
 app = typer.Typer()

@@ -24,11 +24,10 @@ from rich.progress import track
 from hf_dflow.bench.runners import Contestant, Mode, Pair, decode
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
-from hf_dflow.generation.drafting import DraftBlock
-from hf_dflow.generation.feedback import VerifierFeedback
 from hf_dflow.generation.mixture import LARGEST_WEIGHT, StaleMixture
-from hf_dflow.generation.policy.lengths import LEAST_CONFIDENCE, LengthPlanner, StepCosts
-from hf_dflow.generation.verification import Verification
+from hf_dflow.generation.policy.costs import StepCosts
+from hf_dflow.generation.policy.lengths import LEAST_CONFIDENCE, LengthPlanner
+from hf_dflow.generation.step import Proposal, Verification, VerifierFeedback
 from hf_dflow.model.configuration import NUM_TRAITS, SLOT_GROUPS
 
 MODES = {"greedy": Mode(), "sampled": Mode(1.0, "token")}
@@ -74,15 +73,15 @@ class Recorder(StaleMixture):
         self._confidences = _confidences(draft_logits)
         return draft_logits
 
-    def observe(self, draft: DraftBlock, verification: Verification) -> None:
+    def observe(self, proposal: Proposal, verification: Verification) -> None:
         mixed, self._mixed = self._mixed, None
-        accepted, verified = int(verification.accepted_length[0]), draft.token_ids.shape[1]
-        # The planner sees the backbone's own law where drafts are sampled: see `DraftBlock.confidences`.
-        seen = self._confidences if self.is_sampled else _confidences(draft.logits)
+        accepted, verified = int(verification.accepted_length[0]), proposal.token_ids.shape[1]
+        # The planner sees the backbone's own law where drafts are sampled: see `Proposal.confidences`.
+        seen = self._confidences if self.is_sampled else _confidences(proposal.logits)
         if verified:
             self.log.texts[-1].append((seen[: min(verified, accepted + 1)], accepted))
         if mixed is not None:
-            told = self._reveal(mixed, draft, verification)
+            told = self._reveal(mixed, proposal, verification)
             columns = torch.stack([told.own, told.stale, mixed.kept], dim=-1)
             self.log.traits.append(mixed.traits[told.is_revealed].cpu())
             self.log.likelihoods.append(columns[told.is_revealed].cpu())

@@ -14,36 +14,20 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from hf_dflow.kernels import compact_rows
-
 STATIC_IS_CROPPABLE = StaticLayer.is_croppable  # since 5.20 or so
 CACHE_NAMES = ("cache", "past_key_values")  # since 5.24, before
+BATCHED = ("attention_mask", "position_ids", "token_type_ids")  # tensors with a row for each row of the batch
 PROMPT_ONLY = tuple(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)  # images and the like, which no later forward is given
 
 
-def get_cache(container: Any) -> Cache | None:
-    """The cache among model keyword arguments or in a model output, whatever this release calls it."""
-    for name in CACHE_NAMES:
-        found = container.get(name)
-        if found is not None:
-            return found
-    return None
+def get_cache(container: Any) -> Any:
+    """The cache among model keyword arguments or in a model output, whatever this release calls it; `None` for none."""
+    return next((container[name] for name in CACHE_NAMES if container.get(name) is not None), None)
 
 
 def cache_argument(model: Any) -> str:
     """What the forward of `model` calls its cache."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def is_croppable(cache: Cache) -> bool:
-    """Whether rejected rows can be taken back out of `cache`. Some layers know only after the first forward.
-
-    Indexed (sparse) attention is no: its own block, single-token and full forwards disagree, so nothing is exact on it.
-    """
-    if not getattr(cache, "is_croppable", True):
-        return False
-    names = [type(layer).__name__ for layer in getattr(cache, "layers", [])]
-    return not any("LinearAttention" in name or "Indexed" in name for name in names)
 
 
 def holds_holes(model: PreTrainedModel, cache: Cache) -> bool:
@@ -73,53 +57,15 @@ def fixed_rope_length(model: PreTrainedModel) -> int | None:
     """
     config = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = any(isinstance(parameters, dict) for parameters in given.values())
     lengths = []
-    for parameters in given.values() if any(isinstance(one, dict) for one in given.values()) else [given]:
+    for parameters in given.values() if by_layer_type else [given]:
         kind = (parameters or {}).get("rope_type")
         if kind == "longrope":
             lengths.append(parameters["original_max_position_embeddings"])
         elif kind == "dynamic":
             lengths.append(config.max_position_embeddings)
     return min(lengths, default=None)
-
-
-def compact_columns(cache: Cache, keep: torch.Tensor, width: int, backend: str) -> None:
-    """Move the columns `keep` `[B, T]` of each row to the left, in place, and keep the first `width` columns."""
-    devices: dict[torch.device, list[torch.Tensor]] = {}
-    for layer in _filled(cache):
-        for states in (layer.keys, layer.values):
-            devices.setdefault(states.device, []).append(states)
-    for device, held in devices.items():
-        compact_rows(held, keep.to(device), backend=backend)
-    for layer in _filled(cache):
-        layer.keys, layer.values = layer.keys[:, :, :width], layer.values[:, :, :width]
-
-
-def select_rows(cache: Cache, rows: torch.Tensor) -> None:
-    """Keep only `rows` of the batch."""
-    for layer in _filled(cache):
-        layer.keys, layer.values = layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)]
-
-
-def contents(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the layers of a dynamic cache hold, for `restore`."""
-    return [(layer.keys, layer.values) for layer in _filled(cache)]
-
-
-def restore(cache: Cache, held: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Put `contents` back."""
-    for layer, (keys, values) in zip(_filled(cache), held, strict=True):
-        layer.keys, layer.values = keys, values
-
-
-def cached_batch_size(cache: Cache) -> int | None:
-    """Rows that `cache` holds; `None` for an empty one."""
-    held = [layer.keys for layer in _filled(cache) if getattr(layer, "keys", None) is not None]
-    return held[0].shape[0] if held and held[0].numel() else None
-
-
-def _filled(cache: Cache) -> list[Any]:
-    return [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
 
 
 def fresh_cache(model: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -135,31 +81,6 @@ def logits_width(model: Any, head: Any) -> int:
     weight = getattr(head, "weight", None)
     width = getattr(head, "out_features", None) or (None if weight is None else weight.shape[0])
     return width or model.config.get_text_config().vocab_size
-
-
-def crop(cache: Cache, rows: int) -> None:
-    """Take the last `rows` rows out of `cache`. With 0, sliding layers still shrink back to their window."""
-    cache.crop(-rows)
-
-
-def capacity(cache: Cache) -> int | None:
-    """How many tokens a static `cache` can hold; `None` for no limit."""
-    lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
-    return min(lengths) if lengths else None
-
-
-def stop_past_recording(cache: Cache) -> None:
-    """Let sliding layers shrink on every forward again; plain decoding, which never crops, needs that of a cache."""
-    for layer in getattr(cache, "layers", []):
-        if hasattr(layer, "record_past"):
-            layer.record_past = False
-
-
-def attention_windows(cache: Cache | None, num_layers: int) -> list[int | None]:
-    """How many keys each layer keeps for one query; `None` for all, -1 for all that a static layer has room for."""
-    layers = getattr(cache, "layers", [])[:num_layers]
-    windows = [-1 if isinstance(one, StaticLayer) else getattr(one, "sliding_window", None) for one in layers]
-    return windows + [None] * (num_layers - len(windows))
 
 
 def model_inputs(

@@ -1,19 +1,15 @@
 """The LogitsProcessor-style hook into drafting and acceptance, and the relaxed rule that is built on it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from hf_dflow.generation.drafting import DraftBlock
-    from hf_dflow.generation.feedback import VerifierFeedback
-    from hf_dflow.generation.verification import Verification
+from hf_dflow.generation.step import Proposal, Verification, VerifierFeedback
 
 
 @dataclass(frozen=True)
 class AcceptanceContext:
-    """What a relaxed rule may look at."""
+    """What a relaxed acceptance rule may look at."""
 
     draft_ids: torch.Tensor  # [B, N]
     target_logits: torch.Tensor  # [B, N, V] processed; row i judges draft i
@@ -22,23 +18,23 @@ class AcceptanceContext:
 
 
 class AcceptanceProcessor:
-    """Hook into one step of `speculation_type="dflow"`. Each row of a call works on its own deep copy, so what is
-    learned belongs to one row of one call, and every tensor has a batch dimension of 1.
+    """Hook into the steps of `speculation_type="dflow"`.
 
-    Changing the *draft* distribution before sampling keeps the output law, whatever it is changed by: the same logits
-    enter sampling, ratio and residual. Changing *acceptance* does not keep it: set `is_lossy`, and output and
-    statistics will say so.
+    Each row of a call works on its own deep copy, so what a processor learns belongs to one row of one call, and every
+    tensor has a batch dimension of 1. Changing the *draft* distribution before sampling keeps the output law, whatever
+    changes it: the same logits enter sampling, ratio and residual. Changing *acceptance* does not keep it: set
+    `is_lossy`, and output and statistics report it.
     """
 
     is_lossy: bool = False
 
-    def adjust_draft_logits(self, draft_logits: torch.Tensor, feedback: "VerifierFeedback | None") -> torch.Tensor:
+    def adjust_draft_logits(self, draft_logits: torch.Tensor, feedback: VerifierFeedback | None) -> torch.Tensor:
         """Draft logits to sample from.
 
         Args:
-            draft_logits (`torch.Tensor` of shape `(batch, num_drafts, vocab)`): The drafter's, unprocessed. Others
-                read it too, up to the end of the step: return a new tensor, do not write into this one.
-            feedback (`VerifierFeedback`, *optional*): Of the step before; `None` on the first.
+            draft_logits (`torch.Tensor` of shape `(1, num_drafts, vocab)`): The drafter's, unprocessed. Others read
+                this tensor until the step ends: return a new one, do not write into it.
+            feedback (`VerifierFeedback`, *optional*): Of the step before; `None` in the first.
 
         Returns:
             `torch.Tensor`: Of the same shape.
@@ -46,11 +42,11 @@ class AcceptanceProcessor:
         return draft_logits
 
     def adjust_acceptance(self, context: AcceptanceContext) -> torch.Tensor:
-        """Acceptance probabilities `(batch, num_drafts)`, 0 or 1 when greedy. Asked only if `is_lossy`."""
+        """Acceptance probabilities `(1, num_drafts)`, 0 or 1 when greedy. Called only if `is_lossy`."""
         return context.acceptance_probs
 
-    def observe(self, draft: "DraftBlock", verification: "Verification") -> None:
-        """Told what became of each step's drafts."""
+    def observe(self, proposal: Proposal, verification: Verification) -> None:
+        """Called at the end of each step with the drafts of this row and what was decided about them."""
 
 
 class AcceptanceThreshold(AcceptanceProcessor):

@@ -1,14 +1,94 @@
-"""Caches of rows that advance at their own pace: the only file that crops, compacts or indexes them."""
+"""Caches: the only file that crops, compacts, indexes, copies or restores them.
+
+Rows of a batch advance at their own pace. In the drafter's cache each row's context is packed to the left; in the
+target's, what a row rejected stays as a *hole* until `compact` squeezes the holes out.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import StaticLayer
 
-from hf_dflow.generation import _compat
+from hf_dflow.kernels import compact_rows
 from hf_dflow.model.drafter import DFlowDrafter
 
 MAX_HOLES = 0.25  # share of a target cache's columns that no row needs
+
+
+def is_croppable(cache: Cache) -> bool:
+    """Whether rejected rows can be taken out of `cache` again. Some layers know only after the first forward.
+
+    Indexed (sparse) attention is not: its own block, single-token and full forwards disagree, so nothing is exact.
+    """
+    if not getattr(cache, "is_croppable", True):
+        return False
+    names = [type(layer).__name__ for layer in getattr(cache, "layers", [])]
+    return not any("LinearAttention" in name or "Indexed" in name for name in names)
+
+
+def crop(cache: Cache, rows: int) -> None:
+    """Take the last `rows` rows out of `cache`. With 0, sliding layers still shrink back to their window."""
+    cache.crop(-rows)
+
+
+def keep_path(cache: Any, cached: int, path: list[int], num_nodes: int) -> None:
+    """Leave only the anchor and the nodes of `path` of what a tree's forward added behind the first `cached` rows."""
+    for layer in cache.layers:
+        if type(layer).__name__ == "DummyLayer":  # its keys are another layer's
+            continue
+        index = cached + torch.tensor([0, *path], device=layer.keys.device)
+        for states in (layer.keys, layer.values):
+            states[:, :, cached : cached + len(index)] = states.index_select(2, index)
+    crop(cache, num_nodes - len(path))
+
+
+def select_rows(cache: Cache, rows: torch.Tensor) -> None:
+    """Keep only `rows` of the batch."""
+    for layer in _filled(cache):
+        layer.keys, layer.values = layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)]
+
+
+def contents(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the layers of a dynamic cache hold, for `restore`."""
+    return [(layer.keys, layer.values) for layer in _filled(cache)]
+
+
+def restore(cache: Cache, held: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Put `contents` back."""
+    for layer, (keys, values) in zip(_filled(cache), held, strict=True):
+        layer.keys, layer.values = keys, values
+
+
+def cached_batch_size(cache: Cache) -> int | None:
+    """Rows that `cache` holds; `None` for an empty one."""
+    held = [layer.keys for layer in _filled(cache) if getattr(layer, "keys", None) is not None]
+    return held[0].shape[0] if held and held[0].numel() else None
+
+
+def capacity(cache: Cache) -> int | None:
+    """How many tokens a static `cache` can hold; `None` for no limit."""
+    lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    return min(lengths) if lengths else None
+
+
+def stop_past_recording(cache: Cache) -> None:
+    """Let sliding layers shrink at every forward again, as plain decoding, which never crops, expects of a cache."""
+    for layer in getattr(cache, "layers", []):
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
+
+
+def attention_windows(cache: Cache | None, num_layers: int) -> list[int | None]:
+    """How many keys each layer keeps for one query; `None` for all, -1 for all that a static layer has room for."""
+    layers = getattr(cache, "layers", [])[:num_layers]
+    windows = [-1 if isinstance(layer, StaticLayer) else getattr(layer, "sliding_window", None) for layer in layers]
+    return windows + [None] * (num_layers - len(windows))
+
+
+def _filled(cache: Cache) -> list[Any]:
+    return [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
 
 
 class DraftCache:
@@ -163,7 +243,7 @@ class TargetColumns:
 
     def attention_mask(self) -> torch.Tensor:
         """`[B, columns + 1]`: what is cached, and the anchor, which comes next."""
-        return with_ones(self.tokens >= 0, 1)
+        return torch.nn.functional.pad((self.tokens >= 0).long(), (0, 1), value=1)
 
     def append(self, lengths: list[int], counts: list[int]) -> None:
         """Add `max(counts)` columns: row b's next `counts[b]` tokens, then holes.
@@ -182,7 +262,14 @@ class TargetColumns:
         if self.width - longest <= MAX_HOLES * self.width:
             return
         is_kept = self.tokens >= 0
-        _compat.compact_columns(cache, is_kept, longest, backend)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for layer in _filled(cache):
+            for states in (layer.keys, layer.values):
+                by_device.setdefault(states.device, []).append(states)
+        for device, held in by_device.items():
+            compact_rows(held, is_kept.to(device), backend=backend)
+        for layer in _filled(cache):
+            layer.keys, layer.values = layer.keys[:, :, :longest], layer.values[:, :, :longest]
         self.tokens = pack(self.tokens, is_kept)[:, :longest]
 
     def select(self, rows: torch.Tensor) -> None:
@@ -208,11 +295,6 @@ class TargetColumns:
         return tokens.scatter(-1, place, attention[..., : place.shape[-1]])[..., :total]
 
 
-def with_ones(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """`mask` `[B, T]` as integers, with `count` ones behind it."""
-    return torch.nn.functional.pad(mask.long(), (0, count), value=1)
-
-
 def pack(rows: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
     """Move the kept entries of each row to the front, in their order.
 
@@ -222,24 +304,3 @@ def pack(rows: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
     """
     order = (~is_kept).long().argsort(dim=1, stable=True)
     return rows[torch.arange(rows.shape[0], device=rows.device)[:, None], order]
-
-
-def shift_left(
-    rows: torch.Tensor, shift: torch.Tensor, lengths: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move row `shift[b] + i` of each batch entry to index `i`.
-
-    Args:
-        rows (`torch.Tensor` of shape `(B, T, ...)`): What to move.
-        shift (`torch.LongTensor` of shape `(B,)`): By how much.
-        lengths (`torch.LongTensor` of shape `(B,)`, *optional*, defaults to T): How many rows each entry has.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The moved rows, same shape, and `(B, T)` which of them exist.
-    """
-    source = shift[:, None] + torch.arange(rows.shape[1], device=rows.device)
-    if lengths is None:
-        exists, index = source < rows.shape[1], source.clamp(max=rows.shape[1] - 1)
-    else:
-        exists, index = source < lengths[:, None], source.clamp(max=lengths[:, None] - 1).clamp(min=0)
-    return rows[torch.arange(rows.shape[0], device=rows.device)[:, None], index], exists

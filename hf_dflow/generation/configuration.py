@@ -8,15 +8,14 @@ from transformers import GenerationConfig
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.acceptance import AcceptanceProcessor, AcceptanceThreshold
 from hf_dflow.generation.mixture import LEARNED, StaleMixture, is_mixture_weight
-from hf_dflow.generation.policy.lengths import StepCosts
+from hf_dflow.generation.policy.costs import StepCosts
 from hf_dflow.generation.policy.monitor import MonitoredRoute
-from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO
+from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO, LARGEST_TREE
 from hf_dflow.kernels import BACKENDS
 from hf_dflow.model.drafter import DFlowDrafter
 
 SPECULATION_TYPE = "dflow"
 SAMPLING_RULES = ("token", "block")
-LARGEST_TREE = 512
 SWITCHED_OFF = ("tree_budget", "acceptance_threshold")  # by False, whatever the drafter's defaults say
 CHAT_MODES = ("thinking", "non-thinking", "chat", "raw")
 
@@ -53,54 +52,60 @@ class DFlowOptions:
             processors.append(AcceptanceThreshold(self.acceptance_threshold))
         return processors
 
+    @property
+    def lossy_names(self) -> list[str]:
+        """Classes of the processors that relax acceptance."""
+        return [type(processor).__name__ for processor in self.all_processors if processor.is_lossy]
+
 
 OPTION_NAMES = tuple(option.name for option in fields(DFlowOptions) if option.init)
 
 
 class DFlowGenerationConfig(GenerationConfig):
     r"""
-    A [`~generation.GenerationConfig`] whose `speculation_type` is `"dflow"`. Everything a plain one takes, and what
-    follows. `None` leaves an option to the drafter's recorded defaults; `False` switches off what they switch on.
+    A [`~generation.GenerationConfig`] with `speculation_type="dflow"` and the options below. `None` leaves an option to
+    the drafter's recorded defaults; `False` switches off what they switch on.
 
     Args:
         use_relay (`bool`, *optional*, defaults to whether the drafter has a relay):
             Feed rejected target rows into the next draft. Never changes the output law.
         use_correction (`bool`, *optional*, defaults to whether the drafter has a causal correction):
-            Draft the slots one after the other, each by what the one before said. Never changes the output law.
+            Draft the slots in order, each conditioned on the previous draft. Never changes the output law.
         verification (`str`, *optional*, defaults to `"block"` when sampling):
             `"token"` or `"block"`. Greedy decoding has one rule and ignores it. A logits processor of unknown kind
             (it may keep state) and relaxed acceptance need `"token"`, which is then the default.
         num_draft_tokens (`int`, *optional*, defaults to all of a block):
             How many drafts to verify each step, at most; the drafter drafts its full block anyway.
         adaptive_length (`bool`, *optional*, defaults to `False`):
-            Verify, at each step, only so many of these as are expected to pay, and pause drafting where it does not
+            Verify, at each step, only as many of these as are expected to pay, and pause drafting where it does not pay
             ([`LengthPlanner`]). Lossless.
         step_costs (`dict`, *optional*):
-            For that, and for a tree whose size follows from it, `{"draft": seconds, "verify": [seconds of a forward
-            over 1, 2, … tokens]}`; only ratios matter. Measured once for a pair of models otherwise, so that sampled
-            text then depends on the machine.
+            What `adaptive_length` and `tree_budget="auto"` weigh drafts against, `{"draft": seconds, "verify": [seconds
+            of a forward over 1, 2, … tokens]}`; only ratios matter. By default measured once for a pair of models, so
+            that sampled text depends on the machine.
         tree_budget (`int`, `"auto"` or `False`, *optional*, defaults to none):
-            Verify so many drafts as a tree of paths, not one chain ([`~hf_dflow.generation.policy.trees.DraftTree`]);
-            `"auto"` ends each step's tree where `step_costs` say that more nodes do not pay, at most at 64. Greedy
-            decoding of one sequence only, on full attention.
+            Verify this many drafts as a tree of paths in place of one chain; `"auto"` ends each step's tree where
+            `step_costs` show that more nodes do not pay, at 64 at the latest. Greedy decoding of one sequence only, on
+            full attention.
         acceptance_threshold (`float` or `False`, *optional*):
             **Lossy.** Also accept a draft whose target probability is at least this.
         stale_mixture (`bool`, `float` or `"learned"`, *optional*, defaults to `False`):
-            Mix what the verifier said on rejected rows into the next draft's law ([`StaleMixture`]): `True` learns the
-            weight online, a number in (0, 1] fixes it, `"learned"` takes what `hf-dflow calibrate` fitted. Lossless.
+            Mix the verifier's distributions at rejected rows into the next draft law ([`StaleMixture`]): `True` learns
+            the weight online, a number in (0, 1] fixes it, `"learned"` takes what `hf-dflow calibrate` fitted.
+            Lossless.
         acceptance_processors (`list[AcceptanceProcessor]`, *optional*): See [`AcceptanceProcessor`]. Not serialised.
         kernel_backend (`str`, *optional*, defaults to `"auto"`):
             What verifies a block: `"torch"`, `"triton"` (never falls back), or `"auto"`: Triton on a CUDA device where
             it is installed.
         seeds (`list[int]`, *optional*):
-            One seed for each sequence that is sampled. A row says the same with the same seed, whatever its neighbours
-            in the batch are. Without it, seeds s, s + 1, … follow from one draw of torch's global generator.
+            One seed for each sequence that is sampled. With the same seed a row samples the same tokens, whatever its
+            neighbours in the batch are. By default seeds s, s + 1, … follow from one draw of torch's global generator.
         monitor (`MonitoredRoute`, *optional*):
-            `AcceptanceMonitor().route(name)`: watches this call with others of its kind, and decides when drafting
-            pauses. Not serialised.
+            `AcceptanceMonitor().route(name)`: monitors this call together with others of its kind, and decides when
+            drafting pauses. Not serialised.
         chat_mode (`str`, *optional*):
             How the prompt asks the target: `"thinking"`, `"non-thinking"`, `"chat"` (a template without such a switch)
-            or `"raw"`. Compared with the mode that the drafter was made for; another one is warned of once.
+            or `"raw"`. A mode that differs from the one the drafter was made for is warned about once.
     """
 
     def __init__(self, **kwargs):
@@ -208,11 +213,10 @@ def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
             f"monitor is a {type(options.monitor).__name__}; give one route of an AcceptanceMonitor: "
             "monitor.route('chat')."
         )
-    lossy = [type(processor).__name__ for processor in options.all_processors if processor.is_lossy]
-    if lossy and options.verification == "block":
+    if options.lossy_names and options.verification == "block":
         raise UnsupportedGenerationError(
-            f"{', '.join(lossy)} relaxes acceptance token by token, which block verification does not have; "
-            "use verification='token'."
+            f"{', '.join(options.lossy_names)} relaxes acceptance token by token, which block verification does not "
+            "have; use verification='token'."
         )
 
 

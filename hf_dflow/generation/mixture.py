@@ -1,37 +1,32 @@
-"""A corrected draft law: the drafter's, mixed with what the verifier said on the rejected rows of the step before.
+"""A corrected draft law: the drafter's, mixed with the verifier's distributions at the rejected rows of the last step.
 
-Rejected row j was computed behind a wrong prefix, but it is the verifier's own word on the position of slot j - a. It
-may enter the draft law, since that law is what sampling, ratio and residual all use (Leviathan et al., 2211.17192,
-ask no more of q than that); it never enters the accept test.
+Rejected row j was computed behind a wrong prefix, but it is the verifier's own distribution at the position of slot
+j - a. It may enter the draft law, as that law is what sampling, ratio and residual all use (Leviathan et al.,
+2211.17192, require no more of q than that); it never enters the accept test.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
 from hf_dflow.generation.acceptance import AcceptanceProcessor
+from hf_dflow.generation.step import Proposal, Verification, VerifierFeedback
 from hf_dflow.model.configuration import NUM_TRAITS
 
-if TYPE_CHECKING:
-    from hf_dflow.generation.drafting import DraftBlock
-    from hf_dflow.generation.feedback import VerifierFeedback
-    from hf_dflow.generation.verification import Verification
-
-TOP_K = 64  # tokens of a rejected row that are looked at; the rest of its mass stays with the drafter
-PRIOR_WEIGHT, PRIOR_COUNT = 0.05, 8.0  # what a row begins with, and how many revealed slots that is worth
-ENTROPIES = (0.5, 2.0)  # nats, between a sure, a hesitant and a clueless row
-NUM_BUCKETS = 2 * 2 * (len(ENTROPIES) + 1)  # first slot or later; tops agree or not; entropy
-LEARNED = "learned"  # the value of `stale_mixture` for weights that were fitted and lie with the drafter
-LARGEST_WEIGHT = 0.9  # of these: something stays the drafter's
+TOP_K = 64  # likeliest tokens of a rejected row that are used; the rest of its mass stays with the drafter
+PRIOR_WEIGHT, PRIOR_COUNT = 0.05, 8.0  # the first weight, and how many revealed slots it is worth
+ENTROPIES = (0.5, 2.0)  # nats: the edges between low, medium and high entropy of a row
+NUM_BUCKETS = 2 * 2 * (len(ENTROPIES) + 1)  # first or later slot; likeliest tokens agree or not; entropy
+LEARNED = "learned"  # the value of `stale_mixture` for the weights that were fitted for the drafter
+LARGEST_WEIGHT = 0.9  # of these: a part always stays the drafter's
 
 
 @dataclass
 class _Law:
-    """The drafter's law of some slots: its logits, not copied, and probabilities of the tokens that are asked for."""
+    """The drafter's law of the slots: its logits, not copied, and the probabilities of chosen tokens."""
 
     logits: torch.Tensor  # [1, n, V]
     log_total: torch.Tensor  # [1, n] of their exponentials
@@ -48,43 +43,42 @@ class _Law:
 
 @dataclass
 class _Mixed:
-    """What the last draft was mixed from, until its outcome is known."""
+    """The ingredients of the last draft's law, kept until its outcome is known."""
 
     drafter: _Law
-    top: torch.Tensor  # [1, n, K] log-probabilities of the rejected row's likeliest
-    token_ids: torch.Tensor  # [1, n, K] these
-    own_at_top: torch.Tensor  # [1, n, K] the drafter's logits there
-    probs: torch.Tensor  # [1, n, K] the row's, renormalised; 0 for what the drafter cannot say
-    kept: torch.Tensor  # [1, n] the mass of the likeliest before
-    weights: torch.Tensor = field(init=False)  # [1, n] of these in the mixture
+    top: torch.Tensor  # [1, n, K] log-probabilities of the rejected row's likeliest tokens
+    token_ids: torch.Tensor  # [1, n, K] these tokens
+    own_at_top: torch.Tensor  # [1, n, K] the drafter's logits of these tokens
+    probs: torch.Tensor  # [1, n, K] the rejected row's, renormalised; 0 for what the drafter never drafts
+    kept: torch.Tensor  # [1, n] the mass of these tokens before
+    weights: torch.Tensor = field(init=False)  # [1, n] of the rejected row in the mixture
 
     @classmethod
     def of(cls, own: torch.Tensor, stale: torch.Tensor) -> "_Mixed":
-        """Of logits `[1, n, V]`. The row's law is only needed where it is likeliest, and the drafter's where it is
-        asked for: a whole vocabulary is read as seldom as can be."""
+        """Of logits `[1, n, V]`. The row's law is needed at its likeliest tokens only, and so is the drafter's: a whole
+        vocabulary is read as seldom as possible."""
         top, token_ids = stale.topk(min(TOP_K, stale.shape[-1]), dim=-1)
         top = top - stale.logsumexp(dim=-1, keepdim=True)
         own_at_top = own.gather(-1, token_ids)
-        probs = top.exp() * own_at_top.isfinite()  # the mask token, and others it has no row for
+        probs = top.exp() * own_at_top.isfinite()  # not the mask token, nor what has no row in its head
         kept = probs.sum(dim=-1).clamp(max=1.0)  # a sum of all probabilities may be rounded above 1
         probs = probs / kept.clamp(min=torch.finfo(probs.dtype).tiny)[..., None]
         return cls(_Law.of(own), top, token_ids, own_at_top, probs, kept)
 
     @property
     def is_agreed(self) -> torch.Tensor:
-        """`[1, n]` whether drafter and row say the same is likeliest; where two tokens are, one of them is enough."""
+        """`[1, n]`: whether the row's likeliest token is one of the drafter's likeliest."""
         return self.own_at_top[..., 0] == self.drafter.highest
 
     def entropy(self) -> torch.Tensor:
-        """`[1, n]` of the row, in nats; what lies outside its likeliest counts as one token more, which makes it a
-        lower bound."""
+        """`[1, n]` of the row, in nats: a lower bound, as all mass outside its likeliest tokens counts as one token."""
         probs = self.top.exp()
         rest = (1.0 - probs.sum(dim=-1)).clamp(min=0.0)
         return -torch.special.xlogy(probs, probs).sum(dim=-1) - torch.special.xlogy(rest, rest)
 
     @cached_property
     def buckets(self) -> torch.Tensor:
-        """`[1, n]`, for weights that are learned online."""
+        """`[1, n]`: which of the weights that are learned online a slot uses."""
         entropy = self.entropy()
         level = sum(((entropy >= edge).long() for edge in ENTROPIES), torch.zeros_like(entropy, dtype=torch.long))
         is_later = (torch.arange(entropy.shape[1], device=entropy.device) > 0).long()
@@ -92,11 +86,11 @@ class _Mixed:
 
     @cached_property
     def traits(self) -> torch.Tensor:
-        """What a weight that was fitted is made from, `[1, n, NUM_TRAITS]`.
+        """The inputs of a fitted weight, `[1, n, NUM_TRAITS]`.
 
-        One; whether the slot is not the first, and how far from the rejection it is, as a share of 8; whether drafter
-        and rejected row agree; the row's entropy in nats; the drafter's largest probability; the drafter's probability
-        of the row's likeliest token; and the row's.
+        In order: 1; whether the slot is not the first; its distance from the rejection, as a share of 8; whether
+        drafter and rejected row agree; the row's entropy in nats; the drafter's largest probability; the drafter's
+        probability of the row's likeliest token; and the row's.
         """
         place = torch.arange(self.top.shape[1], device=self.top.device).to(self.top).expand(self.top.shape[:2])
         log_total = self.drafter.log_total
@@ -116,27 +110,28 @@ class _Mixed:
 
 @dataclass
 class Revealed:
-    """What verification told of the slots that a mixture fed, `[1, n]` each."""
+    """What verification revealed about the slots that a mixture fed, `[1, n]` each."""
 
-    own: torch.Tensor  # the drafter's probability of the token that was right
-    stale: torch.Tensor  # and the rejected row's, among its likeliest
-    is_revealed: torch.Tensor  # False behind the first failure, and where no row fed the slot
+    own: torch.Tensor  # the drafter's probability of the right token
+    stale: torch.Tensor  # the rejected row's, among its likeliest tokens
+    is_revealed: torch.Tensor  # False behind the first rejection, and where no row fed the slot
 
 
 class StaleMixture(AcceptanceProcessor):
-    """Drafts from `(1 - w) q + w p_stale`; the output's law stays the target's.
+    """Drafts from `(1 - w) q + w p_stale`; the output keeps the target's law.
 
-    `w` is learned for each row of each call on the tokens that verification reveals: of each revealed slot, the share
-    of its probability that the rejected row accounts for is averaged (an online EM step for a mixture's weight), apart
-    for first and later slots, for rows whose most likely token the drafter agrees with or not, and by entropy. It
-    begins at 0.05 and tends to 0 where rejected rows say nothing.
+    `w` is learned for each row of each call from the tokens that verification reveals: it averages, over revealed
+    slots, the share of the token's probability that the rejected row accounts for (an online EM step for a mixture's
+    weight), separately for first and later slots, for rows whose most likely token the drafter agrees with or not, and
+    by entropy. It starts at 0.05 and tends to 0 where rejected rows carry no information.
 
-    It keeps the drafter's logits of one block, `N * V` numbers that are not copied, and 64 tokens of each rejected row.
+    It holds on to the drafter's logits of one block, `N * V` numbers that are not copied, and 64 tokens of each
+    rejected row.
 
     Args:
         weight (`float`, *optional*): A fixed `w` in (0, 1] instead.
-        coefficients (`list[float]`, *optional*): Or the logit of `w` as a sum over a slot's traits ([`_Mixed.traits`]);
-            `hf-dflow calibrate` fits them on recorded text, and nothing is learned online.
+        coefficients (`list[float]`, *optional*): The logit of `w` as a weighted sum of a slot's traits
+            ([`_Mixed.traits`]) instead; `hf-dflow calibrate` fits them on recorded text, nothing is learned online.
     """
 
     def __init__(self, weight: float | None = None, coefficients: Sequence[float] | None = None):
@@ -148,10 +143,10 @@ class StaleMixture(AcceptanceProcessor):
 
     @property
     def learned_weights(self) -> torch.Tensor:
-        """Present `w` of each bucket, `[first or later slot * tops agree or not * entropy]`."""
+        """The present `w` of each bucket, `(NUM_BUCKETS,)`."""
         return self._credit / self._counts
 
-    def adjust_draft_logits(self, draft_logits: torch.Tensor, feedback: "VerifierFeedback | None") -> torch.Tensor:
+    def adjust_draft_logits(self, draft_logits: torch.Tensor, feedback: VerifierFeedback | None) -> torch.Tensor:
         self._mixed = None
         fed = None if feedback is None else feedback.fed_logits
         hinted = 0 if fed is None else min(draft_logits.shape[1], fed.shape[1])
@@ -161,8 +156,8 @@ class StaleMixture(AcceptanceProcessor):
         own = draft_logits[:, :hinted].to(torch.promote_types(draft_logits.dtype, torch.float32))
         self._mixed = mixed = _Mixed.of(own, fed[:, :hinted].to(own))
         mixed.weights = weights = self._weights(mixed).to(own) * mixed.kept
-        # As log-probabilities, which half precision rounds least. Apart from the row's likeliest, all tokens become
-        # less likely; a slot of weight 0 stays what it was.
+        # As log-probabilities, which half precision rounds least. All tokens but the row's likeliest become less
+        # likely; a slot of weight 0 keeps its law.
         is_mixed = weights > 0
         less = torch.where(is_mixed, torch.log1p(-weights) - mixed.drafter.log_total, 0.0)[..., None]
         at_top = torch.logaddexp(mixed.own_at_top + less, (weights[..., None] * mixed.probs).log())
@@ -176,17 +171,17 @@ class StaleMixture(AcceptanceProcessor):
             return (mixed.traits @ self.coefficients.to(mixed.traits)).sigmoid().clamp(max=LARGEST_WEIGHT)
         return self.learned_weights.to(mixed.kept.device)[mixed.buckets]
 
-    def observe(self, draft: "DraftBlock", verification: "Verification") -> None:
+    def observe(self, proposal: Proposal, verification: Verification) -> None:
         mixed, self._mixed = self._mixed, None
         if mixed is not None and self.weight is None and self.coefficients is None:
-            self._learn(mixed, self._reveal(mixed, draft, verification))
+            self._learn(mixed, self._reveal(mixed, proposal, verification))
 
-    def _reveal(self, mixed: _Mixed, draft: "DraftBlock", verification: "Verification") -> Revealed:
+    def _reveal(self, mixed: _Mixed, proposal: Proposal, verification: Verification) -> Revealed:
         slots = mixed.weights.shape[1]
         accepted = verification.accepted_length[:, None].to(mixed.weights.device)
         places = torch.arange(slots, device=accepted.device)
         bonus = verification.bonus_ids[:, None].to(accepted.device)
-        drafts = draft.token_ids[:, :slots].to(accepted.device)
+        drafts = proposal.token_ids[:, :slots].to(accepted.device)
         drafts = torch.nn.functional.pad(drafts, (0, slots - drafts.shape[1]))  # fewer may have been verified
         truth = torch.where(places < accepted, drafts, bonus)  # [1, n]
         own = mixed.drafter.probs(truth[..., None])[..., 0]

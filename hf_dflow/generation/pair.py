@@ -1,4 +1,4 @@
-"""Do this target and this drafter belong together? What cannot work is refused, what will only be slow is warned of."""
+"""Whether target and drafter belong together: what cannot work is refused, what is only slow is warned about."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from hf_dflow.errors import PairMismatchError
 from hf_dflow.model.drafter import DFlowDrafter
 
 logger: Any = logging.get_logger(__name__)
-PADDING = 512  # vocabularies are padded to multiples of up to so many rows; two that agree then may be the same
+PADDING = 512  # vocabularies are padded to multiples of at most this; sizes that agree after that may be the same
 known_fingerprints: Any = WeakKeyDictionary()  # tokenizer -> its length, its fingerprint
 COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -23,26 +23,26 @@ COMMIT = re.compile("[0-9a-f]{40}")
 def check_pair(
     model: PreTrainedModel, drafter: DFlowDrafter, tokenizer: Any = None, chat_mode: str | None = None
 ) -> None:
-    """Compare a target with what its drafter was made for, before anything is computed.
+    """Compare a target with the one that its drafter was made for, before anything is computed.
 
-    `generate` does so at every call. It knows a tokenizer only from `tokenizer=`, and the chat mode from the option
-    `chat_mode` of [`DFlowGenerationConfig`].
+    `generate` does so at every call. It knows the tokenizer only from `tokenizer=`, and the chat mode only from the
+    option `chat_mode` of [`DFlowGenerationConfig`].
 
     Args:
         model (`PreTrainedModel`): The target.
         drafter (`DFlowDrafter`): Its drafter.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
-        chat_mode (`str`, *optional*): How it will be asked: "thinking", "non-thinking", "chat" or "raw".
+        chat_mode (`str`, *optional*): How prompts ask it: "thinking", "non-thinking", "chat" or "raw".
 
     Raises:
         PairMismatchError: Naming the first size that differs; or the drafter is spread over devices, or reads rows of
-            an embedding that is offloaded. Other names, revisions, tokenizers, modes and numbers of tokens are warned
-            of once: the text stays the target's own, drafts may be rejected more often.
+            an embedding that is offloaded. A differing name, revision, tokenizer, mode or vocabulary size is warned
+            about once: the text stays the target's own, drafts may be rejected more often.
     """
-    places = {parameter.device for parameter in drafter.parameters()}
-    if len(places) > 1 or drafter.device.type == "meta":
+    devices = {parameter.device for parameter in drafter.parameters()}
+    if len(devices) > 1 or drafter.device.type == "meta":
         raise PairMismatchError(
-            f"The drafter is spread over {', '.join(sorted(map(str, places)))} (meta: offloaded); load it onto one "
+            f"The drafter is spread over {', '.join(sorted(map(str, devices)))} (meta: offloaded); load it onto one "
             "device, device_map=target.device."
         )
     target, ours = model.config.get_text_config(), drafter.config
@@ -66,21 +66,21 @@ def check_pair(
     drafter.check_draft_vocabulary()
     if ours.output_head == "target" and model.get_output_embeddings() is None:
         _mismatch("no LM head", "output_head='target'")
-    for what in _slow(model, target, ours, tokenizer, chat_mode):
+    for difference in _differences(model, target, ours, tokenizer, chat_mode):
         logger.warning_once(
-            f"The drafter may draft badly for this target: {what}. The text stays the target's own; for speed, load "
-            "the drafter that was made for it."
+            f"The drafter may draft badly for this target: {difference}. The text stays the target's own; for speed, "
+            "load the drafter that was made for it."
         )
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A short digest of a tokenizer's tokens and their ids: two with the same digest mean the same by an id."""
+    """A short digest of a tokenizer's tokens and their ids; equal digests give every id the same meaning."""
     tokens = sorted((int(token_id), token) for token, token_id in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
 def _fingerprint(tokenizer: Any) -> str:
-    """The same, computed once: a large vocabulary takes a tenth of a second, too much for every call of `generate`."""
+    """`tokenizer_fingerprint`, computed once: a large vocabulary takes a tenth of a second."""
     size, fingerprint = known_fingerprints.get(tokenizer, (None, ""))
     if size != len(tokenizer):
         fingerprint = tokenizer_fingerprint(tokenizer)
@@ -91,12 +91,12 @@ def _fingerprint(tokenizer: Any) -> str:
 def record_target(
     drafter: DFlowDrafter, model: PreTrainedModel, tokenizer: Any = None, chat_mode: str | None = None
 ) -> None:
-    """Write into a drafter's configuration what [`check_pair`] will compare; save or publish it afterwards.
+    """Write into a drafter's configuration what [`check_pair`] compares; save or publish the drafter afterwards.
 
     Args:
         drafter (`DFlowDrafter`): The drafter.
-        model (`PreTrainedModel`): The target it was made for. A folder's name is not recorded, as it means nothing
-            elsewhere.
+        model (`PreTrainedModel`): The target it was made for. The name of a folder is not recorded, as it means
+            nothing elsewhere.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
         chat_mode (`str`, *optional*): How its answers were collected: "thinking", "non-thinking", "chat" or "raw".
     """
@@ -110,26 +110,26 @@ def record_target(
     config.chat_mode = chat_mode or config.chat_mode
 
 
-def _slow(model: PreTrainedModel, target: Any, ours: Any, tokenizer: Any, chat_mode: str | None) -> list[str]:
+def _differences(model: PreTrainedModel, target: Any, ours: Any, tokenizer: Any, chat_mode: str | None) -> list[str]:
     """What differs without making decoding impossible."""
-    found = []
+    differences = []
     is_same_tokenizer = None
     if tokenizer is not None and ours.tokenizer_fingerprint is not None:
         fingerprint = _fingerprint(tokenizer)
         is_same_tokenizer = fingerprint == ours.tokenizer_fingerprint
         if not is_same_tokenizer:
-            found.append(f"its tokenizer is {ours.tokenizer_fingerprint}, the target's {fingerprint}")
+            differences.append(f"its tokenizer is {ours.tokenizer_fingerprint}, the target's {fingerprint}")
     if is_same_tokenizer is None and ours.vocab_size is not None and not _may_be_padding(ours, target):
-        found.append(f"it knows {ours.vocab_size} tokens, the target {target.vocab_size}")
+        differences.append(f"it knows {ours.vocab_size} tokens, the target {target.vocab_size}")
     name = getattr(model.config, "_name_or_path", None)
     if ours.target_name and _is_repository(name) and _is_repository(ours.target_name) and name != ours.target_name:
-        found.append(f"it was made for {ours.target_name}, the target is {name}")
+        differences.append(f"it was made for {ours.target_name}, the target is {name}")
     commit, wanted = getattr(model.config, "_commit_hash", None), ours.target_revision
     if commit and wanted and COMMIT.fullmatch(wanted) and name == ours.target_name and commit != wanted:
-        found.append(f"it was made for revision {wanted}, the target's is {commit}")
+        differences.append(f"it was made for revision {wanted}, the target's is {commit}")
     if chat_mode and ours.chat_mode and chat_mode != ours.chat_mode:
-        found.append(f"it was made for the mode '{ours.chat_mode}', asked for is '{chat_mode}'")
-    return found
+        differences.append(f"it was made for the mode '{ours.chat_mode}', asked for is '{chat_mode}'")
+    return differences
 
 
 def _may_be_padding(ours: Any, target: Any) -> bool:
@@ -138,7 +138,7 @@ def _may_be_padding(ours: Any, target: Any) -> bool:
 
 
 def _is_repository(name: Any) -> bool:
-    """Whether a name is one of the Hub's rather than a folder's, which anybody may call anything."""
+    """Whether a name is a Hub repository's, not a folder's: a folder may have any name."""
     return (
         isinstance(name, str) and name.count("/") == 1 and not os.path.exists(name) and not name.startswith((".", "/"))
     )

@@ -1,15 +1,12 @@
 """Scores, logits, states and attentions, one entry for each generated token, as plain decoding returns them."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
-from hf_dflow.generation import _compat
-from hf_dflow.generation.verification import Verification
-
-if TYPE_CHECKING:
-    from hf_dflow.generation.cache import TargetColumns
+from hf_dflow.generation import _compat, cache
+from hf_dflow.generation.step import TargetForward, Verification
 
 Entry = tuple[torch.Tensor, ...]  # of each layer
 COLLECTED = ("scores", "logits", "hidden_states", "attentions")
@@ -19,15 +16,14 @@ class Records:
     """Collects for one row what `return_dict_in_generate` asked for.
 
     Args:
-        config (`GenerationConfig`): Whose `output_*` flags decide.
+        collected (`Collection[str]`): Which of `COLLECTED`.
     """
 
-    def __init__(self, config: GenerationConfig):
-        wanted = bool(config.return_dict_in_generate)
-        self.scores: list[torch.Tensor] | None = [] if wanted and config.output_scores else None  # [1, V] each
-        self.logits: list[torch.Tensor] | None = [] if wanted and config.output_logits else None  # [1, V] each
-        self.hidden_states: list[Entry] | None = [] if wanted and config.output_hidden_states else None
-        self.attentions: list[Entry] | None = [] if wanted and config.output_attentions else None
+    def __init__(self, collected: Collection[str]):
+        self.scores: list[torch.Tensor] | None = [] if "scores" in collected else None  # [1, V] each
+        self.logits: list[torch.Tensor] | None = [] if "logits" in collected else None  # [1, V] each
+        self.hidden_states: list[Entry] | None = [] if "hidden_states" in collected else None
+        self.attentions: list[Entry] | None = [] if "attentions" in collected else None
 
     def scores_with(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Scores of all tokens, those of a step `[1, k, V]` last, for stopping criteria; `None` if not collected."""
@@ -39,40 +35,40 @@ class Records:
         count: int,
         *,
         verification: Verification,
-        outputs: Any,
+        forward: TargetForward,
         is_prefill: bool,
-        columns: "TargetColumns | None",
-        length: int,
+        columns: cache.TargetColumns | None,
+        cached_tokens: int,
     ) -> None:
         """Add the first `count` tokens of a step.
 
         Args:
             row (`int`): Which row of the batch this is.
-            verification, outputs: Of the step, for the whole batch.
+            verification, forward: Of the step, for the whole batch.
             columns (`TargetColumns`, *optional*): Of the target's cache before the step, where rows have holes.
-            length (`int`): Tokens of the row that were cached before the step, padding counted.
+            cached_tokens (`int`): Of the row before the step, padding counted.
         """
-        one = slice(row, row + 1)
+        only, outputs = slice(row, row + 1), forward.outputs
         if self.scores is not None:
-            self.scores.extend(verification.scores[one, :count].unbind(1))
+            self.scores.extend(verification.scores[only, :count].unbind(1))
         if self.logits is not None:
-            self.logits.extend(verification.raw_logits[one, :count].unbind(1))
+            self.logits.extend(verification.raw_logits[only, :count].unbind(1))
         for i in range(count):
-            # Of a block, copies: a slice keeps its whole block alive, and a compiled target overwrites it in the next.
+            # Copies: a slice keeps its whole block alive, and a compiled target overwrites it in the next step.
             if self.hidden_states is not None and is_prefill:
-                self.hidden_states.append(tuple(layer[one] for layer in outputs.hidden_states))
+                self.hidden_states.append(tuple(layer[only] for layer in outputs.hidden_states))
             elif self.hidden_states is not None:
-                self.hidden_states.append(tuple(layer[one, i : i + 1].clone() for layer in outputs.hidden_states))
+                self.hidden_states.append(tuple(layer[only, i : i + 1].clone() for layer in outputs.hidden_states))
             if self.attentions is None:
                 continue
-            layers = [layer[one] for layer in outputs.attentions]
+            layers = [layer[only] for layer in outputs.attentions]
             if is_prefill:
                 self.attentions.append(tuple(layers))
             elif columns is not None:
                 rows = [layer[:, :, i : i + 1] for layer in layers]
-                self.attentions.append(tuple(columns.spread(layer, row, i, length) for layer in rows))
+                self.attentions.append(tuple(columns.spread(layer, row, i, cached_tokens) for layer in rows))
             else:
-                windows = _compat.attention_windows(_compat.get_cache(outputs), len(layers))
+                windows = cache.attention_windows(_compat.get_cache(outputs), len(layers))
                 pairs = zip(layers, windows, strict=True)
                 self.attentions.append(tuple(_attention_row(layer, i, window).clone() for layer, window in pairs))
 
@@ -85,7 +81,7 @@ def combine(records: list[Records]) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     for name in COLLECTED:
-        rows = [getattr(one, name) for one in records]
+        rows = [getattr(row_records, name) for row_records in records]
         if rows[0] is None:
             fields[name] = None
             continue

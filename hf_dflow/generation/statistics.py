@@ -7,11 +7,11 @@ from statistics import pstdev
 
 @dataclass
 class AcceptanceStatistics:
-    """What happened in the steps of one call; the same for one row when it stands in `per_row`.
+    """What happened in the steps of one call, or of one row where it stands in `per_row`.
 
-    A *step* drafts at least one token and verifies it with one target forward. Prefill and steps without room for a
-    draft are target forwards, not steps. In the total of a batch the lists of steps are its rows' one after the other,
-    and a forward that serves several rows counts once; each of these rows counts it as its own.
+    A *step* drafts at least one token and verifies it with one target forward. Prefill and forwards without a draft are
+    target forwards, not steps. In a batch's total the lists of steps are those of its rows one after the other, and a
+    forward that serves several rows counts once; each of these rows counts it as its own.
 
     Args:
         per_step_accepted (`list[int]`): Accepted drafts that entered the output, each step; the bonus is not counted.
@@ -53,7 +53,7 @@ class AcceptanceStatistics:
         return cls(
             per_step_accepted=[length for row in rows for length in row.per_step_accepted],
             per_step_drafted=[length for row in rows for length in row.per_step_drafted],
-            predictions=[one for row in rows for one in row.predictions],
+            predictions=[prediction for row in rows for prediction in row.predictions],
             num_target_forwards=num_target_forwards,
             num_draft_forwards=num_draft_forwards,
             num_output_tokens=sum(row.num_output_tokens for row in rows),

@@ -1,30 +1,10 @@
-"""Where a committed block ends: at the same token as plain decoding."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+"""Where a step's tokens end: at the same token as plain decoding."""
 
 import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-if TYPE_CHECKING:
-    from hf_dflow.generation.drafting import DraftBlock
-    from hf_dflow.generation.rows import Row
-    from hf_dflow.generation.verification import Verification
-
-
-@dataclass(frozen=True)
-class Emission:
-    """What of one row's step enters its output."""
-
-    new_ids: torch.Tensor  # [1, n]
-    tokens: list[int]  # the same on the host
-    accepted: int  # how many of them are drafts
-    is_last: bool
-
-    @property
-    def count(self) -> int:
-        return len(self.tokens)
+from hf_dflow.generation.rows import Row
+from hf_dflow.generation.step import Emission, Verification
 
 
 class StopPlan:
@@ -51,63 +31,41 @@ class StopPlan:
             else:
                 self.asks_criteria = True
 
-    def cut(
-        self, i: int, row: "Row", new_tokens: list[int], draft: "DraftBlock", verification: "Verification"
-    ) -> Emission:
-        """What of a row's step enters its output.
-
-        Args:
-            i (`int`): Which row of the batch.
-            row (`Row`): The same.
-            new_tokens (`list[int]`): Its accepted drafts and the bonus.
-            draft, verification: Of the step, for the whole batch.
-        """
-        one, accepted = slice(i, i + 1), len(new_tokens) - 1
-        new_ids = torch.cat([draft.token_ids[one, :accepted], verification.bonus_ids[one, None]], dim=1)
-        if verification.is_stopped and verification.is_stopped[i]:
-            count, is_last = accepted, True
-        else:
-            count, is_last = self.clip(
-                row.ids,
-                new_ids,
-                new_tokens,
-                lambda count: row.records.scores_with(verification.scores[one, :count]),
-                asked=accepted if row.path.is_lazy else 0,
-            )
-        return Emission(new_ids[:, :count], new_tokens[:count], min(accepted, count), is_last)
-
     def clip(
-        self,
-        prefix_ids: torch.Tensor,
-        new_ids: torch.Tensor,
-        new_tokens: list[int],
-        scores_with: Callable[[int], tuple[torch.Tensor, ...] | None],
-        asked: int = 0,
-    ) -> tuple[int, bool]:
-        """How many of the new tokens are emitted, and whether the sequence ends there.
+        self, index: int, row: Row, new_tokens: list[int], draft_ids: torch.Tensor, verification: Verification
+    ) -> Emission:
+        """What of a step enters one row's output.
 
         Args:
-            prefix_ids (`torch.LongTensor` of shape `(1, T)`): Committed tokens.
-            new_ids (`torch.LongTensor` of shape `(1, n)`): What the step would commit.
-            new_tokens (`list[int]`): The same on the host.
-            scores_with (`Callable[[int], tuple | None]`): Scores up to and including the k-th new token.
-            asked (`int`, *optional*, defaults to 0): So many new tokens are known not to end the sequence.
+            index (`int`): Of the row in the batch.
+            row (`Row`): The row.
+            new_tokens (`list[int]`): Its accepted drafts and the bonus.
+            draft_ids (`torch.Tensor` of shape `(B, N)`): Drafts of the whole batch.
+            verification (`Verification`): Of the whole batch.
+
+        Returns:
+            `Emission`: At least one token.
         """
-        for count in range(asked + 1, len(new_tokens) + 1):
-            if self.asks_criteria:
-                ends = self._criteria_end(prefix_ids, new_ids[:, :count], scores_with(count))
-            else:
-                length = prefix_ids.shape[1] + count
-                ends = new_tokens[count - 1] in self.eos_ids or length >= self.max_length
-            if ends:
-                return count, True
-        return len(new_tokens), False
+        only, accepted = slice(index, index + 1), len(new_tokens) - 1
+        new_ids = torch.cat([draft_ids[only, :accepted], verification.bonus_ids[only, None]], dim=1)
+        if verification.is_stopped and verification.is_stopped[index]:
+            return Emission(new_ids[:, :accepted], new_tokens[:accepted], accepted, is_last=True)
+        # Judged one by one, the accepted drafts are known not to end the sequence.
+        for count in range(1 + (accepted if row.path.is_lazy else 0), len(new_tokens) + 1):
+            if self.ends(row, new_ids[:, :count], verification.scores[only, :count], new_tokens[count - 1]):
+                return Emission(new_ids[:, :count], new_tokens[:count], min(accepted, count), is_last=True)
+        return Emission(new_ids, new_tokens, accepted, is_last=False)
 
-    def ends(self, prefix_ids: torch.Tensor, new_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
-        """Whether the sequence ends with the last of `new_ids` `(1, k)`, none of those before having ended it."""
+    def ends(self, row: Row, new_ids: torch.Tensor, scores: torch.Tensor, last_token: int | None = None) -> bool:
+        """Whether the sequence ends with the last of `new_ids` `(1, k)`, none of those before having ended it.
+
+        Args:
+            scores (`torch.Tensor` of shape `(1, k, V)`): Of the new tokens.
+            last_token (`int`, *optional*): The last new token, where the host knows it.
+        """
         if self.asks_criteria:
-            return self._criteria_end(prefix_ids, new_ids, scores)
-        return int(new_ids[0, -1]) in self.eos_ids or prefix_ids.shape[1] + new_ids.shape[1] >= self.max_length
-
-    def _criteria_end(self, prefix_ids, new_ids, scores) -> bool:
-        return bool(self.criteria(torch.cat([prefix_ids, new_ids], dim=1), scores).all())
+            path_ids = torch.cat([row.ids, new_ids], dim=1)
+            return bool(self.criteria(path_ids, row.records.scores_with(scores)).all())
+        if row.length + new_ids.shape[1] >= self.max_length:
+            return True
+        return (int(new_ids[0, -1]) if last_token is None else last_token) in self.eos_ids

@@ -7,9 +7,8 @@ from transformers import GenerationMixin
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.checks import check_mode, check_target
-from hf_dflow.generation.configuration import SPECULATION_TYPE, resolve_options
+from hf_dflow.generation.configuration import SPECULATION_TYPE
 from hf_dflow.generation.decoder import DFlowDecoder
-from hf_dflow.generation.pair import check_pair
 from hf_dflow.model.drafter import DFlowDrafter
 
 WRAPPED = ("_validate_generation_mode", "_assisted_decoding")
@@ -50,8 +49,6 @@ def _wrap_validation(original):
                     f"ask for {getattr(generation_mode, 'value', generation_mode)}."
                 )
             check_target(self)  # here too: generate runs an encoder before it decodes
-            options = resolve_options(drafter, generation_config)
-            check_pair(self, drafter, generation_mode_kwargs.get("tokenizer"), options.chat_mode)
             return None
         if isinstance(drafter, DFlowDrafter) and generation_config.speculation_type != "dflash":
             raise UnsupportedGenerationError(
@@ -70,7 +67,7 @@ def _wrap_assisted_decoding(original):
             return original(
                 self, input_ids, *args, generation_config=generation_config, assistant_model=assistant_model, **kwargs
             )
-        for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # generate's own, nothing for the target
+        for name in ("inputs_tensor", "assistant_tokenizer"):  # generate's own, nothing for the target
             kwargs.pop(name, None)
         decoder: Any = DFlowDecoder(assistant_model)
         return decoder(self, input_ids, *args, generation_config=generation_config, **kwargs)

@@ -6,7 +6,8 @@ import torch
 from transformers import DynamicCache
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.generation._compat import cache_argument, capture_features, crop, get_cache
+from hf_dflow.generation._compat import cache_argument, capture_features, get_cache
+from hf_dflow.generation.cache import crop
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.frozen_target import inner_model
 from hf_dflow.training.loss import slots_per_chunk

@@ -102,19 +102,19 @@ def test_neighbours_do_not_matter(batch_size):
 
 def test_draft_logits_do_not_depend_on_neighbours(monkeypatch):
     """B3: a ragged draft cache whose mask or positions are another row's; too small a fault to change an argmax."""
-    rows, seen, draft = [0, 1, 2, 7], {}, DraftSession.draft
+    rows, seen, slots = [0, 1, 2, 7], {}, DraftSession.slots
 
     def watching(session, drafted, *args):
         states, original = [], session.block_hidden
         session.block_hidden = lambda *inner: states.append(original(*inner)) or states[-1]
-        block = draft(session, drafted, *args)
+        block = slots(session, drafted, *args)
         session.block_hidden = original
         logits = session.drafter.compute_logits(states[0], session.head)
         for row, own in zip(drafted, logits, strict=True):
             seen[len(drafted) == 1, row.ids.tolist()[0][-row.next_position - 1], row.next_position] = own
         return block
 
-    monkeypatch.setattr(DraftSession, "draft", watching)
+    monkeypatch.setattr(DraftSession, "slots", watching)
     generate(rows, following(PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN), NEW_TOKENS)
     batched = {key[1:]: logits for key, logits in seen.items()}
     seen.clear()

@@ -20,7 +20,7 @@ from kit import (
 )
 
 from hf_dflow.generation import drafting
-from hf_dflow.generation.policy.pausing import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, DraftPolicy
+from hf_dflow.generation.policy.base import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, BackOff
 
 LONG = 200
 
@@ -89,19 +89,19 @@ def test_rows_back_off_by_themselves(caplog):
 
 def test_policy_by_hand():
     """Pauses that do not grow, grow for ever, or survive an accepted draft."""
-    policy, drafted = DraftPolicy(), []
+    policy, drafted = BackOff(), []
     for step in range(600):
         if policy.may_draft():
             drafted.append(step)
-            policy.learn(0)
+            policy.learn(5, 0)
     trials = drafted[PATIENCE:]
     assert drafted[:PATIENCE] == list(range(PATIENCE))
     assert [b - a - 1 for a, b in zip([PATIENCE - 1, *trials], trials, strict=False)][:5] == [
         FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE,
     ]  # fmt: skip
-    policy = DraftPolicy()
-    assert [policy.learn(0) for _ in range(PATIENCE + 1)] == [False] * (PATIENCE - 1) + [True, False]
-    policy.learn(1)
+    policy = BackOff()
+    assert [policy.learn(5, 0) for _ in range(PATIENCE + 1)] == [False] * (PATIENCE - 1) + [True, False]
+    policy.learn(5, 1)
     assert policy.in_vain == 0 and policy.next_pause == FIRST_PAUSE
 
 

@@ -9,8 +9,9 @@ from law import PLAIN
 from transformers import LogitsProcessorList, set_seed
 
 from hf_dflow import DFlowGenerationConfig
-from hf_dflow.generation.drafting import DraftBlock
-from hf_dflow.generation.path import PathProcessor
+from hf_dflow.generation.processors import PathProcessor
+from hf_dflow.generation.step import Proposal, TargetForward
+from hf_dflow.generation.uniforms import Uniforms
 from hf_dflow.generation.verification import Verifier
 
 NEW_TOKENS = 16
@@ -65,20 +66,18 @@ def test_acceptance_rate_of_one_token(rule):
     rows = 20_000
     generator = torch.Generator().manual_seed(0)
     draft_law, target_law = torch.tensor([0.9, 0.06, 0.04]).log(), torch.tensor([0.1, 0.3, 0.6]).log()
-    block = DraftBlock(
+    block = Proposal(
         token_ids=torch.zeros(rows, 1, dtype=torch.long),
         logits=draft_law.expand(rows, 1, 3),
         is_finite=torch.ones(rows, dtype=torch.bool),
+        lengths=(1,) * rows,
     )
     row = SimpleNamespace(path=PathProcessor(LogitsProcessorList()), acceptance_processors=[])
-    verification = Verifier(rule)(
+    uniforms = torch.rand(rows, 2, generator=generator, dtype=torch.float64)
+    verification = Verifier(rule, "torch", lambda row, new_ids, scores: False)(
         [row] * rows,
-        [1] * rows,
-        block,
-        target_law.expand(rows, 2, 3),
-        torch.zeros(rows, 2, 1),
-        torch.rand(rows, 2, generator=generator, dtype=torch.float64),
-        lambda row, new_ids, scores: False,
+        TargetForward(None, target_law.expand(rows, 2, 3), torch.zeros(rows, 2, 1), block),
+        Uniforms(torch.empty(rows, 1), uniforms),
     )
     is_accepted = verification.accepted_length.bool()
     assert 0.10 < is_accepted.double().mean() < 0.122

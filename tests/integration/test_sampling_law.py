@@ -87,37 +87,40 @@ def test_processors_shape_both_laws(monkeypatch, target, drafter):
 
 def corrupt_the_draft_law(monkeypatch):
     """Hand verification other logits than the drafts were drawn from."""
-    draft = drafting.DraftSession.draft
+    choose = drafting.DraftSession.choose
 
     def corrupted(session, *args):
-        block = draft(session, *args)
-        return replace(block, logits=-block.logits)
+        proposal = choose(session, *args)
+        return replace(proposal, logits=-proposal.logits)
 
-    monkeypatch.setattr(drafting.DraftSession, "draft", corrupted)
+    monkeypatch.setattr(drafting.DraftSession, "choose", corrupted)
 
 
 def relay_of_the_same_step(monkeypatch):
     """Recompute the draft law from the target's rows of the very step that is being verified."""
-    draft, decide = drafting.DraftSession.draft, verification.Verifier.__call__
+    slots, decide = drafting.DraftSession.slots, verification.Verifier.__call__
     redraft = []
 
-    def remembered(session, rows, lengths, feedback, uniforms):
-        redraft.append(lambda peek: draft(session, rows, lengths, peek, None).logits)
-        return draft(session, rows, lengths, feedback, uniforms)
+    def remembered(session, rows, lengths, feedback):
+        redraft.append(lambda peek: session.choose(rows, slots(session, rows, lengths, peek), None).logits)
+        return slots(session, rows, lengths, feedback)
 
-    def peeking(verifier, rows, lengths, block, target_logits, features, uniforms, ends):
-        if block.token_ids.shape[1]:
+    def peeking(verifier, rows, forward, uniforms):
+        chain = forward.chain
+        if chain.num_drafts:
             peek = VerifierFeedback(
-                features=features[:, 1:],
-                is_fed=torch.ones_like(block.token_ids, dtype=torch.bool),
+                features=forward.features[:, 1:],
+                is_fed=torch.ones_like(chain.token_ids, dtype=torch.bool),
                 bonus_ids=rows[0].ids[:, -1],
-                rejected_ids=block.token_ids[:, 0],
+                rejected_ids=chain.token_ids[:, 0],
                 accepted_length=torch.zeros_like(rows[0].ids[:, 0]),
+                accepted=(0,),
+                lengths=chain.lengths,
             )
-            block = replace(block, logits=redraft[-1](peek))
-        return decide(verifier, rows, lengths, block, target_logits, features, uniforms, ends)
+            forward = replace(forward, chain=replace(chain, logits=redraft[-1](peek)))
+        return decide(verifier, rows, forward, uniforms)
 
-    monkeypatch.setattr(drafting.DraftSession, "draft", remembered)
+    monkeypatch.setattr(drafting.DraftSession, "slots", remembered)
     monkeypatch.setattr(verification.Verifier, "__call__", peeking)
 
 

@@ -9,8 +9,7 @@ from law import Loop, law_error, three_token_drafter, three_token_target
 
 from hf_dflow import DFlowDecoder, DFlowGenerationConfig, StaleMixture, UnsupportedGenerationError
 from hf_dflow.generation import mixture
-from hf_dflow.generation.drafting import DraftBlock
-from hf_dflow.generation.feedback import StepLogits, VerifierFeedback
+from hf_dflow.generation.step import Proposal, VerifierFeedback
 
 EXACT, BROKEN = 1e-9, 1e-3
 SLOTS, VOCAB = 3, 6
@@ -110,8 +109,10 @@ def feedback_of(stale: torch.Tensor, accepted: int = 0) -> VerifierFeedback:
         bonus_ids=torch.tensor([0]),
         rejected_ids=torch.tensor([1]),
         accepted_length=torch.tensor([accepted]),
-        accepted=[accepted],
-        logits=StepLogits(torch.cat([before, stale[:, : slots - accepted]], dim=1), torch.zeros_like(stale)),
+        accepted=(accepted,),
+        lengths=(slots,),
+        step_target_logits=torch.cat([before, stale[:, : slots - accepted]], dim=1),
+        step_draft_logits=torch.zeros_like(stale),
     )
 
 
@@ -177,7 +178,7 @@ def test_the_weight_goes_where_the_rejected_rows_are_right(is_right, agrees):
     for _ in range(60):
         logits = processor.adjust_draft_logits(q, feedback_of(stale))
         drafts = torch.tensor([[truth, 0, 3]])
-        draft = DraftBlock(drafts, logits, torch.tensor([True]))
+        draft = Proposal(drafts, logits, torch.tensor([True]), (drafts.shape[1],))
         processor.observe(draft, Outcome(1, truth))  # the first draft was right, the bonus stands in slot 2
     ended = processor.learned_weights
     moved = (ended != began).nonzero()[:, 0].tolist()

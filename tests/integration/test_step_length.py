@@ -18,11 +18,13 @@ from law import Loop, law_error, three_token_drafter, three_token_target
 from test_fallback import TurnsGood
 
 from hf_dflow import DFlowDecoder, DFlowGenerationConfig, UnsupportedGenerationError
-from hf_dflow.generation.drafting import DraftBlock
-from hf_dflow.generation.policy import lengths as step_length
-from hf_dflow.generation.policy.lengths import TRIAL, LengthPlanner, StepCosts, measure_step_costs, step_costs
-from hf_dflow.generation.policy.pausing import LONGEST_PAUSE
-from hf_dflow.generation.uniforms import cut
+from hf_dflow.generation import measure
+from hf_dflow.generation.measure import measure_step_costs, step_costs
+from hf_dflow.generation.policy.base import LONGEST_PAUSE
+from hf_dflow.generation.policy.costs import StepCosts
+from hf_dflow.generation.policy.lengths import TRIAL, LengthPlanner
+from hf_dflow.generation.step import Proposal
+from hf_dflow.generation.uniforms import Uniforms
 
 EXACT, BROKEN = 1e-9, 1e-3
 CALIBRATED = {"calibration": {"sampled": [[0.3, 1.2], [-0.2, 0.8], [0.0, 1.0]]}}
@@ -72,7 +74,7 @@ def test_control_a_cut_that_looks_at_the_drafts(monkeypatch, law_target, chosen,
     def of_the_drafts(block, is_sampled):
         return block.logits.softmax(-1).gather(-1, block.token_ids[..., None])[..., 0]
 
-    monkeypatch.setattr(DraftBlock, "confidences", of_the_drafts)
+    monkeypatch.setattr(Proposal, "confidences", of_the_drafts)
     loop = Loop(
         monkeypatch, law_target, three_token_drafter(law_target), verification=rule, adaptive_length=True,
         step_costs=COSTS,
@@ -88,8 +90,8 @@ def test_control_a_cut_by_laws_that_follow_the_drafts(monkeypatch, law_target, c
     drafter = three_token_drafter(law_target, correction_intermediate_size=8, correction_top_k=3)
     torch.manual_seed(1)
     torch.nn.init.normal_(drafter.causal_correction.down_proj.weight, std=1.0)
-    honest = DraftBlock.confidences
-    monkeypatch.setattr(DraftBlock, "confidences", lambda block, is_sampled: honest(block, is_sampled and not looks))
+    honest = Proposal.confidences
+    monkeypatch.setattr(Proposal, "confidences", lambda block, is_sampled: honest(block, is_sampled and not looks))
     costs = {"draft": 0.0, "verify": [1.0, 1.8, 1.85]}
     loop = Loop(monkeypatch, law_target, drafter, verification="token", adaptive_length=True, step_costs=costs)
     error = law_error(loop, 1)
@@ -215,7 +217,7 @@ def test_the_costs_are_measured_once_for_a_pair(monkeypatch):
     assert step_costs(target, drafter) is costs
     assert step_costs(target, tiny_drafter(target, 4)) is not costs
     assert step_costs(target, drafter, device=torch.device("cpu")) is costs
-    moved = step_length._MEASURED[target][drafter]
+    moved = measure._MEASURED[target][drafter]
     moved[torch.device("cpu"), torch.device("cuda:0")] = moved.pop((torch.device("cpu"), torch.device("cpu")))
     assert step_costs(target, drafter) is not costs, "what was measured on another device"
     sliding = tiny_target("gemma_sliding")
@@ -228,8 +230,9 @@ def test_the_costs_are_measured_once_for_a_pair(monkeypatch):
 
 def test_numbers_of_a_cut_block_keep_the_bonus_last():
     """Bug: the bonus drawn with the number of a draft that was cut."""
-    assert cut(torch.arange(5.0)[None], 2).tolist() == [[0.0, 1.0, 4.0]]
-    assert cut(None, 2) is None
+    numbers = Uniforms(draft=torch.empty(1, 4), verify=torch.arange(5.0)[None])
+    assert numbers.for_drafts(2).tolist() == [[0.0, 1.0, 4.0]]
+    assert numbers.for_drafts(4) is numbers.verify
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ from kit import (
 from memorize import memorize
 
 from hf_dflow import DFlowGenerationConfig, UnsupportedGenerationError
+from hf_dflow.generation import drafting
 from hf_dflow.generation.cache import DraftCache
-from hf_dflow.generation.policy import trees as tree
-from hf_dflow.generation.policy.lengths import StepCosts
-from hf_dflow.generation.policy.trees import DraftTree, Worth, grow
+from hf_dflow.generation.policy.costs import StepCosts
+from hf_dflow.generation.policy.trees import Worth, grow
+from hf_dflow.generation.step import DraftTree
 
 PROMPT_LENGTH, NEW_TOKENS, BLOCK = 9, 48, 6
 PARITY = 1e-4  # RMSNorm computes in float32, whose rounding depends on the shape; a wrong row is off by whole units
@@ -174,7 +175,7 @@ def test_greedy_text_is_the_targets(family, fields):
 def test_a_tree_without_branches_is_the_chain(monkeypatch, fields):
     """Bug: relayed rows, context features or drafts of a tree's step that are not those of the path it kept."""
     target, drafter, prompt, _ = learned_pair(**fields)
-    monkeypatch.setattr(tree, "CHILDREN", 1)
+    monkeypatch.setattr(drafting, "CHILDREN", 1)
     chain = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS).statistics
     alike = decode(target, drafter, prompt, budget=BLOCK - 1).statistics
     assert alike.per_step_accepted == chain.per_step_accepted

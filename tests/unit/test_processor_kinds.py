@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as lp
 
-from hf_dflow.generation.path import POSITION_INDEPENDENT, PURE, PathProcessor
+from hf_dflow.generation.processors import POSITION_INDEPENDENT, PURE, PathProcessor
 
 VOCAB_SIZE, PROMPT_LENGTH, NUM_DRAFTS, EOS = 40, 6, 5, 3
 PROMPT = torch.randint(0, VOCAB_SIZE, (1, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))

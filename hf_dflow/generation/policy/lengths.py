@@ -1,77 +1,27 @@
 """How many drafts a step verifies: as many as are expected to pay, by a row's past steps and what a step costs.
 
-Verifying more drafts costs time and helps only where all before them are accepted. Which drafts are, the drafter's own
-confidence says once it is calibrated on what verification answered. SpecDec++ (arXiv 2405.19715) stops drafting by a
-learned acceptance predictor; a block drafter has drafted everything before the question arises, so here the cut is made
-in what is verified.
+Verifying more drafts takes time and helps only where all before them are accepted. Which drafts are accepted follows
+from the drafter's own confidence, once it is calibrated on what verification decided. SpecDec++ (arXiv 2405.19715)
+stops drafting by a learned acceptance predictor; a block drafter has drafted everything before the question arises, so
+here the cut is made in what is verified.
 """
 
 import math
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-import torch
-from transformers import DynamicCache
-
-from hf_dflow.errors import UnsupportedGenerationError
-from hf_dflow.generation import _compat
-from hf_dflow.generation.drafting import DraftSession
+from hf_dflow.generation.policy.base import DraftPolicy, HowMuch
+from hf_dflow.generation.policy.costs import StepCosts
 from hf_dflow.model.configuration import SLOT_GROUPS
 
-if TYPE_CHECKING:
-    from hf_dflow.model.drafter import DFlowDrafter
-
 BINS = 8  # of confidence
-PRIOR_COUNT = 4.0  # judged drafts that the drafter's own word is worth
-ROW_PRECISION = 4.0  # where none was fitted, of a row's own difficulty at first: half a logit up or down is common
+PRIOR_COUNT = 4.0  # judged drafts that the drafter's confidence is worth
+ROW_PRECISION = 4.0  # of a row's own difficulty at first, where none was fitted: half a logit up or down is common
 FORGET = 0.9  # of the yield of drafting, with each step
 STALE = 0.95  # of what was judged, with each further draft of the same slot and confidence
-LEAST_CONFIDENCE = 1e-4  # and one less it at most, so that its logit is a number
+LEAST_CONFIDENCE = 1e-4  # and 1 - LEAST_CONFIDENCE at most, so that its logit is finite
 TRIAL = 6  # drafted steps before the first judgement whether drafting pays
 AFTER_PAUSE = 0.25  # what a pause leaves of the past yield, so that a drafter that turned good is soon back
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """What a step takes, in seconds; only the ratios matter.
-
-    Args:
-        draft (`float`): One draft of a full block.
-        verify (`tuple[float, ...]`): A target forward over 1, 2, … N + 1 tokens, for N drafts.
-    """
-
-    draft: float
-    verify: tuple[float, ...]
-
-    @classmethod
-    def read(cls, value: Any, num_drafts: int) -> "StepCosts":
-        """Of a [`StepCosts`] or a `{"draft": seconds, "verify": [seconds, …]}`.
-
-        Raises:
-            UnsupportedGenerationError: It is neither, or has too few or impossible numbers.
-        """
-        if isinstance(value, Mapping) and {"draft", "verify"} == set(value):
-            is_list = isinstance(value["verify"], Sequence) and not isinstance(value["verify"], str)
-            value = cls(value["draft"], tuple(value["verify"])) if is_list else value
-        if not isinstance(value, cls) or not all(_is_seconds(one) for one in (value.draft, *value.verify)):
-            raise UnsupportedGenerationError(
-                f'step_costs={value!r}; give {{"draft": seconds, "verify": [seconds of 1, 2, … tokens]}}, or leave it '
-                "out to have it measured."
-            )
-        if len(value.verify) <= num_drafts or min(value.verify) <= 0:
-            raise UnsupportedGenerationError(
-                f"step_costs has {len(value.verify)} times of verification; {num_drafts} drafts need "
-                f"{num_drafts + 1}, all above 0."
-            )
-        return value
-
-
-def _is_seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < float("inf")
 
 
 @dataclass
@@ -159,102 +109,19 @@ def calibrated(confidence: float, intercept: float, slope: float) -> float:
     return 0.5 * (1.0 + math.tanh(0.5 * logit))  # the logistic function, which no logit overflows
 
 
-_MEASURED: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, StepCosts]]]" = WeakKeyDictionary()
+class AdaptiveLength(HowMuch):
+    """Lets a planner choose each step's length, and pauses drafting where the planner finds that it does not pay."""
 
+    reads_confidences = True
 
-def step_costs(
-    target: Any, drafter: "DFlowDrafter", longest: int | None = None, device: torch.device | None = None
-) -> StepCosts:
-    """[`measure_step_costs`] of a pair, measured once where its models are, and anew for more drafts."""
-    of_pair = _MEASURED.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
-    wanted, place = longest or drafter.config.drafts_per_block, (device or target.device, drafter.device)
-    if place not in of_pair or len(of_pair[place].verify) <= wanted:
-        of_pair[place] = measure_step_costs(target, drafter, longest=wanted, device=device)
-    return of_pair[place]
+    def __init__(self, planner: LengthPlanner, pausing: DraftPolicy):
+        super().__init__(pausing)
+        self.planner = planner
 
+    def num_verified(self, confidences: Sequence[float]) -> int:
+        return self.planner.choose(confidences)
 
-@torch.no_grad()
-def measure_step_costs(
-    target: Any,
-    drafter: "DFlowDrafter",
-    *,
-    longest: int | None = None,
-    device: torch.device | None = None,
-    context_length: int = 64,
-    repeats: int = 3,
-) -> StepCosts:
-    """Time the two forwards of a step, behind a context of random tokens.
-
-    Args:
-        longest (`int`, *optional*, defaults to a full block's): Up to how many drafts.
-        device (`torch.device`, *optional*, defaults to the target's): Where its inputs go.
-        context_length (`int`, *optional*, defaults to 64): Tokens in the caches.
-        repeats (`int`, *optional*, defaults to 3): Of each length; medians count. Lengths between 1, 2, 4, 8 … tokens
-            are interpolated.
-    """
-    device, vocab_size = device or target.device, target.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or context_length * 4
-    most = (longest or drafter.config.drafts_per_block) + 1
-    room = max(most, drafter.config.block_size) + 1
-    context_length = max(1, min(context_length, limit - room))
-    width = context_length + room
-    token_ids = torch.randint(vocab_size, (1, width), generator=generator).to(device)
-    cache = DynamicCache()
-    cache.activate_past_recording()
-    named: Any = {_compat.cache_argument(target): cache}
-    output = target(token_ids[:, :context_length], output_hidden_states=True, use_cache=True, **named)
-    features = _compat.capture_features(output.hidden_states, drafter.config.target_layer_ids)
-    lengths = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
-
-    def verify(length: int) -> None:
-        target(
-            token_ids[:, context_length : context_length + length],
-            output_hidden_states=True,
-            use_cache=True,
-            **named,
-        )
-        _compat.crop(cache, length)
-
-    session = DraftSession(
-        drafter,
-        target.get_input_embeddings(),
-        target.get_output_embeddings(),
-        vocab_size=vocab_size,
-        use_relay=False,
-        device=device,
-    )
-    session.cache.append_context(features, [0], [context_length])
-
-    def draft() -> None:
-        hidden = session.block_hidden(token_ids[:, context_length], [context_length], None)
-        drafter.compute_logits(hidden, session.head)
-
-    places = {device, output.logits.device, drafter.device}
-    times = {length: _seconds(lambda length=length: verify(length), repeats, places) for length in lengths}
-    verify_times, dearest = [], 0.0
-    for length in range(1, most + 1):
-        above = min(one for one in lengths if one >= length)
-        below = max(one for one in lengths if one <= length)
-        share = 0.0 if above == below else (length - below) / (above - below)
-        dearest = max(dearest, times[below] + share * (times[above] - times[below]))  # more tokens never cost less
-        verify_times.append(dearest)
-    return StepCosts(_seconds(draft, repeats, places), tuple(verify_times))
-
-
-def _seconds(run: Any, repeats: int, places: set[torch.device]) -> float:
-    """Median time of a call, after one that warms up."""
-    taken = []
-    for _ in range(repeats + 1):
-        _wait(places)
-        started = time.perf_counter()
-        run()
-        _wait(places)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[1:])
-
-
-def _wait(places: set[torch.device]) -> None:
-    for device in places:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def learn(self, verified: int, accepted: int) -> bool:
+        if self.planner.learn(verified, accepted):
+            self.pausing.pause()
+        return super().learn(verified, accepted)

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from hf_dflow.errors import DFlowError
+from hf_dflow.generation.policy.base import DraftPolicy
 from hf_dflow.generation.policy.monitor_report import (
     DRAFTING,
     LOW,
@@ -30,7 +31,6 @@ from hf_dflow.generation.policy.monitor_report import (
     in_words,
     prometheus_text,
 )
-from hf_dflow.generation.policy.pausing import DraftPolicy
 from hf_dflow.generation.statistics import AcceptanceStatistics
 
 logger = logging.getLogger(__name__)
@@ -269,17 +269,13 @@ class MonitoredRoute:
 
 
 class RoutePolicy(DraftPolicy):
-    """The policy of a watched call's row: the route decides, for all rows alike, in place of the row's own back-off."""
+    """The policy of a monitored call's rows: the route decides for all of them, in place of each row's own back-off."""
 
     def __init__(self, route: MonitoredRoute):
-        super().__init__()
         self.route = route
 
     def may_draft(self) -> bool:
         return not self.is_off and self.route.drafts_now
-
-    def learn(self, accepted: int) -> bool:
-        return False
 
 
 @dataclass
