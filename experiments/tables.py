@@ -28,6 +28,17 @@ PROMPT_SETS = {
     "eval-other-kinds": ("other wording", "24 of other wording, six tasks"),
     "eval-human-eval": ("HumanEval", "12 of HumanEval"),
 }
+EXPECTATIONS_OF_PROMPTS = {  # record -> text, what the record shows
+    "eval-chat": ("chat (ShareGPT)", "no gain"),
+    "eval-other-kinds": ("six tasks", "no gain"),
+    "eval-human-eval": ("code (HumanEval)", "no gain"),
+}
+EXPECTATIONS_OF_CORPORA = {
+    "airports": ("records that it knows and the drafter does not", "the relay, and training over several rounds"),
+    "characters": ("tables of Unicode characters", "the relay"),
+    "source-code": ("Python source", "training over several rounds"),
+    "documentation": ("documentation", "both, a little"),
+}
 DRAFTER_KINDS = ("dflash", "multi_round", "dflow, relay off", "dflow")
 CLASSIC_BASELINE = {  # contestant -> label, forwards of the drafter a step
     "dflash-equal": ("DFlash, as many updates", 1),
@@ -105,6 +116,24 @@ def _strategy(counts: dict[str, Any] | None, times: dict[str, Any]) -> list[str]
         f"{seconds['p95']:.2f}",
         f"{times['effective_tps_with_bonus']:.1f}",
     ]
+
+
+def expectations() -> str:
+    """What to expect on which text: the README's table."""
+    real = "SmolLM2-135M"
+    rows = [
+        [f"{real}, {text}", *_tokens_per_step(_greedy(name)["contestants"]), verdict]
+        for name, (text, verdict) in EXPECTATIONS_OF_PROMPTS.items()
+    ]
+    rows += [
+        [f"3.4M target, {text}", *_tokens_per_step(lab_record(corpus)), verdict]
+        for corpus, (text, verdict) in EXPECTATIONS_OF_CORPORA.items()
+    ]
+    return markdown_table(("target and text", "DFlash", "DFlow", "what brings the gain"), rows)
+
+
+def _tokens_per_step(kinds: dict[str, Any]) -> list[str]:
+    return [f"{kinds[kind]['tokens_per_step']['value']:.2f}" for kind in ("dflash", "dflow")]
 
 
 def prompt_sets() -> str:
@@ -289,6 +318,7 @@ def gain_correlations() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "strategies": strategies,
+    "expectations": expectations,
     "prompt-sets": prompt_sets,
     "drafter-kinds": drafter_kinds,
     "sampled": sampled,

@@ -133,6 +133,17 @@ def fragments():
         yield f"{error:.1%} over {found['drafts']:,} judged drafts (chance: {chance:.1%})"
     taken = record("mixture-time")["milliseconds_per_step"]
     yield f"{taken['mixture']:.1f} of {taken['all']:.0f} ms a step"
+    together = record("decisions-together")["modes"]["T=0"]
+    found, costs = together["all"]["contestants"], together["modelled_seconds_per_token"]
+    by_task = costs["by_task"]
+    cheaper = [task for task in by_task if by_task[task]["tree"] < costs["plain"]]
+    yield f"the chain has {found['none']['tokens_per_step']['value']:.2f}"
+    yield f"{1e3 * by_task['all']['tree']:.0f} ms a token where plain has {1e3 * costs['plain']:.0f}"
+    yield f"less than plain on {', '.join(cheaper[:-1])} and {cheaper[-1]} alone"
+    yield f"by the clock {found['tree']['speed_up']['value']:.2f} of its speed"
+    trees = record("decisions-tree")["modes"]["T=0"]["all"]["contestants"]
+    sizes = [f"{trees[f'tree of {size}']['tokens_per_step']['value']:.2f}" for size in (8, 32)]
+    yield f"{' / '.join(sizes)} chat, where the chain has {trees['chain']['tokens_per_step']['value']:.2f}"
     static = record("bench-static-cache")
     yield f"{static['seconds_of_compiling']:.0f} s of compiling"
     yield f"{static['steps_until_compiling_pays']:,} steps"

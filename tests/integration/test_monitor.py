@@ -200,15 +200,15 @@ def test_pauses_by_hand():
     assert next_pause() == 4
 
 
-def test_the_readme_states_the_defaults():
+def test_the_document_states_the_defaults():
     """Bug: a promise of so many steps that the settings no longer keep."""
     usual = MonitorSettings()
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    document = " ".join((ROOT / "docs" / "monitor.md").read_text(encoding="utf-8").split())
     pauses = [usual.first_pause * 2**trial for trial in range(4)]
     assert pauses[-1] == usual.longest_pause
-    assert f"over its last {usual.window} steps" in readme
-    assert f"after {pauses[0]} steps, then {', '.join(map(str, pauses[1:]))}, it tries {usual.probe_steps}" in readme
-    assert f"turned good drafts again after {usual.steps_until_back} steps at most" in readme
+    assert f"over its last {usual.window} steps" in document
+    assert f"After {pauses[0]} steps, then {', '.join(map(str, pauses[1:]))}, it tries {usual.probe_steps}" in document
+    assert f"resumes drafting {usual.steps_until_back} steps at most after" in document
 
 
 def test_routes_and_copies():
