@@ -215,7 +215,7 @@ def test_a_run_from_another_drafter_adds_it_or_keeps_it(tmp_path):
         ({"correction_top_k": 4}, '"correction_top_k" is 4; give null without a correction'),
         ({"correction_intermediate_size": 0}, '"correction_intermediate_size" is 0; give a whole number from 1'),
         ({"correction_intermediate_size": 8, "draft_vocab_size": 20}, '"draft_vocab_size" is 20; give null'),
-        ({"base_share": 1.5}, '"base_share" is 1.5; give a number in 0 … 1'),
+        ({"base_share": 1.5}, '"base_share" is 1.5; give a number from 0 to 1'),
     ],
 )
 def test_training_configurations_that_cannot_be_are_refused(changes, message):
