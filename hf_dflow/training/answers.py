@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_dflow.errors import DFlowError
 
 BATCHES_PER_WINDOW = 8  # prompts are sorted by length within a window
-GROUPED = "hf_dflow_grouped"
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def answer_batch(
     if temperature:
         options = {"do_sample": True, "temperature": temperature, "top_p": sampling.top_p, "top_k": 0}
     torch.manual_seed(random.Random(f"{sampling.seed}/{batch}").getrandbits(63))
-    with grouped_attention(model), _plain_generation_config(model, eos_ids, pad_id):
+    with _plain_generation_config(model, eos_ids, pad_id):
         output = model.generate(
             torch.tensor(input_ids, device=model.device),
             attention_mask=torch.tensor(attention_mask, device=model.device),
@@ -120,53 +117,3 @@ def _until_end(token_ids: list[int], eos_ids: set[int]) -> Answer:
     """The answer without the padding behind its stop token."""
     end = next((i for i, token_id in enumerate(token_ids) if token_id in eos_ids), None)
     return Answer(token_ids if end is None else token_ids[: end + 1], end is not None)
-
-
-# -- attention of one-token steps that does not copy the key/value heads
-#
-# transformers (all of 5.17, and 5.24 where a batch has no padding) writes every cached key and value once per query
-# head, at each step and layer, because `scaled_dot_product_attention` wants as many key heads as query heads. Folding
-# the query heads that share a key head into the query length gives the same sums without the copies.
-
-
-def grouped_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [B, Hq, L, D]
-    key: torch.Tensor,  # [B, Hk, S, D]
-    value: torch.Tensor,  # [B, Hk, S, Dv]
-    attention_mask: torch.Tensor | None,  # [B, 1, L, S], or one per query head
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa attention, `[B, L, Hq, Dv]`; a single query is folded over the key heads where possible."""
-    batch, query_heads, length, width = query.shape
-    key_heads = key.shape[1]
-    has_head_masks = attention_mask is not None and attention_mask.shape[1] != 1
-    has_extras = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux"))
-    if length != 1 or query_heads == key_heads or has_head_masks or has_extras:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    folded = query.reshape(batch, key_heads, query_heads // key_heads, width)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        folded, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-    )
-    return output.reshape(batch, 1, query_heads, value.shape[-1]), None
-
-
-AttentionInterface.register(GROUPED, grouped_attention_forward)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
-
-
-@contextmanager
-def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block, a `model` that uses sdpa decodes with grouped attention; other models are left alone."""
-    if model.config._attn_implementation != "sdpa":
-        yield
-        return
-    model.set_attn_implementation(GROUPED)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation("sdpa")

@@ -202,15 +202,16 @@ class TrainingConfig:
 
         require(bool(self.stages), "stages", 'at least one, e.g. [{"updates": 1000}]')
         for stage in self.stages:
-            for key, check in STAGE_CHECKS.items():
-                require(check.holds(getattr(stage, key)), key, check.allowed, stage)
+            for key, value in vars(stage).items():
+                require(CHECKS[key].holds(value), key, CHECKS[key].allowed, stage)
             limit = self.block_size if isinstance(self.block_size, int) else None
             fits = stage.block_size is None or limit is None or stage.block_size <= limit
             require(fits, "block_size", f"a whole number from 2 to the drafter's {limit}", stage)
             if self.train_only == "relay":
                 require(stage.relay_rounds > 0, "relay_rounds", 'at least 1 with "train_only": "relay"', stage)
-        for key, check in RUN_CHECKS.items():
-            require(check.holds(getattr(self, key)), key, check.allowed)
+        for key, value in vars(self).items():
+            if key != "stages":
+                require(CHECKS[key].holds(value), key, CHECKS[key].allowed)
         has_correction = self.correction_intermediate_size is not None
         require(has_correction or self.correction_top_k is None, "correction_top_k", "null without a correction")
         require(not has_correction or self.draft_vocab_size is None, "draft_vocab_size", "null with a correction")
@@ -222,38 +223,24 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Check:
-    """A condition on a value, and the same in words."""
+    """A condition on a field's value, and the same in words."""
 
     holds: Callable[[Any], bool]
     allowed: str
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _integer(least: int, most: int | None = None) -> Check:
-    limit = "" if most is None else f" to {most}"
-    return Check(
-        lambda value: _is_integer(value) and least <= value <= (value if most is None else most),
-        f"a whole number from {least}{limit}",
-    )
+    def holds(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value and value <= (most or value)
+
+    return Check(holds, f"a whole number from {least}" + (f" to {most}" if most else ""))
 
 
-def _number(least: float, most: float | None = None) -> Check:
-    limit = "" if most is None else f" to {most:g}"
-    return Check(
-        lambda value: _is_number(value) and least <= value <= (value if most is None else most),
-        f"a number from {least:g}{limit}",
-    )
+def _number(least: float, most: float = sys.float_info.max) -> Check:
+    def holds(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
-
-def _positive() -> Check:
-    return Check(lambda value: _is_number(value) and value > 0, "a number above 0")
+    return Check(holds, f"a number from {least:g}" + (f" to {most:g}" if most < sys.float_info.max else ""))
 
 
 def _one_of(*values: Any) -> Check:
@@ -264,55 +251,33 @@ def _or_null(check: Check) -> Check:
     return Check(lambda value: value is None or check.holds(value), f"{check.allowed}, or null")
 
 
-_LAYER_IDS = Check(
-    lambda value: isinstance(value, list) and bool(value) and all(_is_integer(i) and i >= 0 for i in value),
+POSITIVE = Check(lambda value: _number(0).holds(value) and value > 0, "a number above 0")
+LAYER_IDS = Check(
+    lambda value: isinstance(value, list) and bool(value) and all(map(_integer(0).holds, value)),
     "a list of layer numbers; 0 is the first decoder layer",
 )
-_DTYPE = _one_of("float32", "bfloat16", "float16")
-STAGE_CHECKS = {
-    "updates": _integer(1),
-    "relay_rounds": _integer(0),
-    "rows_per_update": _integer(1),
-    "anchors_per_row": _integer(1),
-    "learning_rate": _positive(),
-    "warmup_share": _number(0, 1),
+# Of a run and of its stages; what both have may be the same in both.
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("updates", "rows_per_update", "anchors_per_row"), _integer(1)),
+    **dict.fromkeys(("teacher_top_k", "gradient_accumulation", "max_skips_in_row"), _integer(1)),
+    **dict.fromkeys(("save_every", "keep_checkpoints", "log_every"), _integer(1)),
+    **dict.fromkeys(("evaluate_prompts", "evaluate_tokens"), _integer(1)),
+    **dict.fromkeys(("relay_rounds", "other_candidates"), _integer(0)),
+    **dict.fromkeys(("num_hidden_layers", "draft_vocab_size", "relay_intermediate_size"), _or_null(_integer(1))),
+    **dict.fromkeys(("correction_intermediate_size", "correction_top_k"), _or_null(_integer(1))),
+    **dict.fromkeys(("mask_token_id", "evaluate_every"), _or_null(_integer(0))),
     "block_size": _or_null(_integer(2)),
+    "target_layer_ids": _or_null(LAYER_IDS),
+    "seed": _integer(0, 2**32 - 1),
+    **dict.fromkeys(("warmup_share", "distillation", "base_share"), _number(0, 1)),
+    **dict.fromkeys(("feature_noise", "weight_decay"), _number(0)),
+    **dict.fromkeys(("learning_rate", "max_grad_norm"), POSITIVE),
     "loss_decay": _or_null(_number(LEAST_DECAY)),
-}
-RUN_CHECKS = {
-    "num_hidden_layers": _or_null(_integer(1)),
-    "block_size": _or_null(_integer(2)),
-    "mask_token_id": _or_null(_integer(0)),
-    "target_layer_ids": _or_null(_LAYER_IDS),
-    "draft_vocab_size": _or_null(_integer(1)),
-    "loss_decay": _or_null(_number(LEAST_DECAY)),
-    "distillation": _number(0, 1),
-    "teacher_top_k": _integer(1),
-    "use_relay": _one_of(True, False),
-    "relay_intermediate_size": _or_null(_integer(1)),
-    "correction_intermediate_size": _or_null(_integer(1)),
-    "correction_top_k": _or_null(_integer(1)),
-    "base_share": _number(0, 1),
+    **dict.fromkeys(("use_relay", "pack_rows"), _one_of(True, False)),
+    "initialise_from_target": _one_of(True, False, None),
     "train_only": _one_of(None, "relay", "correction"),
     "precision": _one_of("float32", "bfloat16"),
-    "target_dtype": _DTYPE,
-    "feature_dtype": _DTYPE,
-    "save_dtype": _DTYPE,
-    "initialise_from_target": _one_of(True, False, None),
-    "other_candidates": _integer(0),
-    "feature_noise": _number(0),
-    "weight_decay": _number(0),
-    "max_grad_norm": _positive(),
-    "gradient_accumulation": _integer(1),
-    "pack_rows": _one_of(True, False),
-    "max_skips_in_row": _integer(1),
-    "seed": _integer(0, 2**32 - 1),
-    "save_every": _integer(1),
-    "keep_checkpoints": _integer(1),
-    "log_every": _integer(1),
-    "evaluate_every": _or_null(_integer(0)),
-    "evaluate_prompts": _integer(1),
-    "evaluate_tokens": _integer(1),
+    **dict.fromkeys(("target_dtype", "feature_dtype", "save_dtype"), _one_of("float32", "bfloat16", "float16")),
 }
 
 

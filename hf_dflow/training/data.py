@@ -232,39 +232,35 @@ class RowFile:
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path = path
         header = json.dumps({HEADER_KEY: FORMAT_VERSION, **settings}) + "\n"
-        content = path.read_bytes() if path.exists() else b""
-        complete, _, torn = content.rpartition(b"\n")
-        if not complete and not header.encode().startswith(torn):
-            raise DFlowError(f"{path} is not a data file of hf-dflow; give another output file")
-        self._ends: list[int] = []  # byte offset behind each row
+        self._ends = [len(header.encode())]  # byte offset behind the header and behind each row
         self._tokens: list[int] = []
         self._finished: list[bool] = []
+        content = path.read_bytes() if path.exists() else b""
+        complete, _, torn = content.rpartition(b"\n")
         if not complete:
+            if not header.encode().startswith(torn):
+                raise DFlowError(f"{path} is not a data file of hf-dflow; give another output file")
             path.parent.mkdir(parents=True, exist_ok=True)
             self._write(0, header.encode())
-            self._header_end = len(header.encode())
             return
         lines = complete.split(b"\n")
         self._check_header(lines[0], json.loads(header))
-        end = self._header_end = len(lines[0]) + 1
+        self._ends = [len(lines[0]) + 1]
         for number, line in enumerate(lines[1:], 2):
             try:
                 record = json.loads(line)
-                row = parse_row(record)
+                parse_row(record)
+                self._count(len(line) + 1, record)
             except (KeyError, TypeError, ValueError) as error:
                 raise DFlowError(
                     f"{path}, line {number}: damaged ({error}); delete the file and start again"
                 ) from error
-            end += len(line) + 1
-            self._ends.append(end)
-            self._tokens.append(row.supervised_tokens)
-            self._finished.append(bool(record["finished"]))
         if torn:
-            self._write(end, b"")
+            self._write(self._ends[-1], b"")
 
     @property
     def rows(self) -> int:
-        return len(self._ends)
+        return len(self._tokens)
 
     @property
     def supervised_tokens(self) -> int:
@@ -278,8 +274,8 @@ class RowFile:
     def keep(self, rows: int) -> None:
         """Drop all but the first `rows`."""
         if rows < self.rows:
-            del self._ends[rows:], self._tokens[rows:], self._finished[rows:]
-            self._write(self._end, b"")
+            del self._ends[rows + 1 :], self._tokens[rows:], self._finished[rows:]
+            self._write(self._ends[-1], b"")
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Write rows and wait until they are on the disk.
@@ -287,18 +283,17 @@ class RowFile:
         Raises:
             DFlowError: Another process has written to the file.
         """
-        if self.path.stat().st_size != self._end:
+        if self.path.stat().st_size != self._ends[-1]:
             raise DFlowError(f"{self.path} changed while it was being written: is another hf-dflow data running on it?")
         lines = [(json.dumps(record) + "\n").encode() for record in records]
-        self._write(self._end, b"".join(lines))
+        self._write(self._ends[-1], b"".join(lines))
         for line, record in zip(lines, records, strict=True):
-            self._ends.append(self._end + len(line))
-            self._tokens.append(sum(end - start for start, end in record["spans"]))
-            self._finished.append(record["finished"])
+            self._count(len(line), record)
 
-    @property
-    def _end(self) -> int:
-        return self._ends[-1] if self._ends else self._header_end
+    def _count(self, num_bytes: int, record: dict[str, Any]) -> None:
+        self._finished.append(bool(record["finished"]))
+        self._tokens.append(sum(end - start for start, end in record["spans"]))
+        self._ends.append(self._ends[-1] + num_bytes)
 
     def _write(self, offset: int, content: bytes) -> None:
         with open(self.path, "r+b" if self.path.exists() else "xb") as file:
