@@ -35,6 +35,16 @@ def read_json(path: Path) -> Any:
         raise DFlowError(f"{path}: no JSON record ({error})") from error
 
 
+def append_line(path: Path, record: Any) -> None:
+    """Add a line of JSON; a line that a kill cut short is ended first, so that the new one stands alone."""
+    with open(path, "a+b") as lines:
+        if lines.tell():
+            lines.seek(-1, 2)
+            is_cut = lines.read(1) != b"\n"
+            lines.write(b"\n" * is_cut)
+        lines.write(json.dumps(record).encode() + b"\n")
+
+
 def write_record(path: Path, record: Any) -> None:
     """Write a record as the committed ones are written."""
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import typer
 
-from experiments.common import RESULTS, markdown_table, with_interval
+from experiments.common import RESULTS, append_line, markdown_table, with_interval
 from experiments.lab import corpora
 from experiments.lab.experiment import DrafterRecipe, Lab, has_relay, measure, prepare_lab, train
 from experiments.lab.target import TargetRecipe
@@ -62,16 +62,6 @@ def read_record(path: Path) -> dict[RunKey, dict[str, Any]]:
             continue
         runs[RunKey(entry["drafter_seed"], entry["target_seed"], entry["kind"])] = entry
     return runs
-
-
-def append(path: Path, entry: dict[str, Any]) -> None:
-    """Add a line; one that a kill cut short gets its end first, so that the new one stands alone."""
-    with open(path, "a+b") as lines:
-        if lines.tell():
-            lines.seek(-1, 2)
-            is_cut = lines.read(1) != b"\n"
-            lines.write(b"\n" * is_cut)
-        lines.write(json.dumps(entry).encode() + b"\n")
 
 
 def prepared_lab(folder: Path, target_seed: int) -> Lab:
@@ -131,7 +121,7 @@ def run(
             continue
         lab = prepared_lab(folder / f"target-{key.target_seed}", key.target_seed)
         entry = train_and_decode(lab, key)
-        append(record, entry)
+        append_line(record, entry)
         counts = entry["counts"][key.kind]
         tokens_per_step = sum(counts["tokens"]) / sum(counts["steps"])
         typer.echo(f"{key}: {tokens_per_step:.3f} tokens per step")

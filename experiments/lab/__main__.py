@@ -1,4 +1,4 @@
-"""`python -m experiments.lab`: the lab pair, from corpus to figures; each command goes on where it was stopped."""
+"""`python -m experiments.lab`: the lab pair, from corpus to figures."""
 
 import json
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
+from experiments.common import append_line, write_record
 from experiments.lab import corpora
 from experiments.lab.experiment import (
     ALL_KINDS,
@@ -30,7 +31,7 @@ from hf_dflow.console import JsonOption
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.pair import record_target
 
-app = typer.Typer(help="Train a small target and four kinds of drafters for it, and compare them.")
+app = typer.Typer(help="Train a small target and several kinds of drafters for it, and compare them.")
 CORPORA: dict[str, Callable[[], corpora.Corpus]] = {
     "airports": corpora.airports,
     "characters": corpora.characters,
@@ -46,9 +47,9 @@ Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 @app.command()
 def prepare(
     corpus: Annotated[str, typer.Argument(help=f"{', '.join(CORPORA)}, or {ANSWERS} (with --answers).")],
-    folder: Annotated[Path, typer.Argument(help="Where target, rows and runs go.")],
+    folder: Annotated[Path, typer.Argument(help="For target, rows and runs.")],
     answers: Annotated[Path | None, typer.Option(help="JSONL of `hf-dflow data`, for the answers corpus.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Whose tokens those answers are in.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="The tokenizer of those answers.")] = None,
     updates: int = TargetRecipe.updates,
     num_prompts: int = 1600,
     num_held_out: int = 80,
@@ -56,7 +57,7 @@ def prepare(
     temperature: float = 0.5,
     threads: Threads = 1,
 ) -> None:
-    """Train the target on a corpus, and let it answer."""
+    """Train the target on a corpus where FOLDER has none, and write its answers."""
     torch.set_num_threads(threads)
     text = _corpus(corpus, answers, tokenizer)
     rows = prepare_lab(
@@ -70,7 +71,7 @@ def prepare(
     )
     loss = json.loads((folder / "target.json").read_text())["held_out_loss"]
     typer.echo(f"held-out loss {loss:.3f}")
-    typer.echo(f"{len(rows)} rows to learn from, {sum(row.answer_length for row in rows)} tokens")
+    typer.echo(f"{len(rows)} training rows, {sum(row.answer_length for row in rows)} tokens")
 
 
 def _corpus(name: str, answers: Path | None, tokenizer: str | None) -> corpora.Corpus:
@@ -86,7 +87,7 @@ def _corpus(name: str, answers: Path | None, tokenizer: str | None) -> corpora.C
 def run(
     folder: Annotated[Path, typer.Argument(help="What `prepare` wrote.")],
     kinds: Annotated[str, typer.Option(help=f"Separated by commas; also {OTHER_KINDS}.")] = ",".join(KINDS),
-    seeds: Annotated[str, typer.Option(help="One run of each kind for each; separated by commas.")] = "0",
+    seeds: Annotated[str, typer.Option(help="One run of each kind with each seed; separated by commas.")] = "0",
     updates: int = DrafterRecipe.updates,
     num_layers: int = DrafterRecipe.num_layers,
     relay_rounds: int = DrafterRecipe.relay_rounds,
@@ -94,7 +95,7 @@ def run(
     with_probe: bool = True,
     threads: Threads = 1,
 ) -> None:
-    """Train drafters of each kind and seed, decode the held-out prompts, and append to FOLDER/results.jsonl."""
+    """Train a drafter of each kind and seed, decode the held-out prompts, and append to FOLDER/results.jsonl."""
     unknown = sorted(set(kinds.split(",")) - set(ALL_KINDS))
     if unknown:
         raise DFlowError(f"--kinds {','.join(unknown)}: use one or more of {', '.join(ALL_KINDS)}")
@@ -118,8 +119,7 @@ def run(
                 result["probe"] = probe(lab, drafter, lab.held_out)
             if kind != "autoregressive":
                 drafter.save_pretrained(folder / "drafters" / f"{kind}-{seed}")
-            with open(folder / "results.jsonl", "a", encoding="utf-8") as lines:
-                lines.write(json.dumps({**result, "conditions": run_conditions()}) + "\n")
+            append_line(folder / "results.jsonl", {**result, "conditions": run_conditions()})
             counts = result["counts"]
             typer.echo(
                 f"{kind}, seed {seed}: {tokens_per_step(counts):.3f} tokens per step, "
@@ -130,8 +130,8 @@ def run(
 
 @app.command()
 def tasks(
-    corpus: Annotated[str, typer.Argument(help="The corpus that FOLDER was made from.")],
-    folder: Annotated[Path, typer.Argument(help="With the drafters that `run` trained.")],
+    corpus: Annotated[str, typer.Argument(help="The corpus of FOLDER.")],
+    folder: Annotated[Path, typer.Argument(help="Its drafters were trained by `run`.")],
     seeds: str = "0",
     kinds: str = "dflash,dflow",
     threads: Threads = 1,
@@ -150,14 +150,13 @@ def tasks(
                     result["counts_relay_off"] = measure(lab, drafter, rows, use_relay=False)
                 if kind == "dflash":
                     result["probe"] = probe(lab, drafter, rows)
-                with open(folder / "tasks.jsonl", "a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(result) + "\n")
+                append_line(folder / "tasks.jsonl", result)
                 typer.echo(f"{task}, {kind}, seed {seed}: {tokens_per_step(result['counts']):.3f} tokens per step")
 
 
 @app.command()
 def sample(
-    folder: Annotated[Path, typer.Argument(help="With the drafters that `run` trained.")],
+    folder: Annotated[Path, typer.Argument(help="Its drafters were trained by `run`.")],
     seeds: str = "0",
     kinds: str = "dflash,dflow",
     threads: Threads = 1,
@@ -171,19 +170,18 @@ def sample(
             for rule in ("token", "block"):
                 counts = measure(lab, drafter, lab.held_out, verification=rule)
                 result = {"task": f"T=1, {rule} verification", "kind": kind, "seed": seed, "counts": counts}
-                with open(folder / "sampled.jsonl", "a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(result) + "\n")
+                append_line(folder / "sampled.jsonl", result)
                 typer.echo(f"{rule}, {kind}, seed {seed}: {tokens_per_step(counts):.3f} tokens per step")
 
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(help="With a drafter that `run` trained.")],
+    folder: Annotated[Path, typer.Argument(help="Its drafter was trained by `run`.")],
     output: Annotated[Path, typer.Argument(help="For the folders target/ and drafter/.")],
     kind: str = "dflow",
     seed: int = 0,
 ) -> None:
-    """Write target and drafter in bfloat16, as the package ships its tiny pair."""
+    """Write target and drafter in bfloat16, in the form of the bundled tiny pair."""
     lab = Lab.load(folder)
     lab.target.bfloat16().save_pretrained(output / "target")
     lab.tokenizer.chat_template = CHAT_TEMPLATE
@@ -196,10 +194,10 @@ def export(
 @app.command()
 def requests(
     folder: Annotated[Path, typer.Argument(help="What `prepare` wrote.")],
-    fitting: Annotated[Path, typer.Argument(help="For every second held-out prompt: what `calibrate` may see.")],
-    measuring: Annotated[Path, typer.Argument(help="For the others: what figures are measured on.")],
+    fitting: Annotated[Path, typer.Argument(help="Gets every second held-out prompt, for `calibrate`.")],
+    measuring: Annotated[Path, typer.Argument(help="Gets the others, to measure on.")],
 ) -> None:
-    """Write the held-out prompts as text, for commands that take `--prompts`, in two halves."""
+    """Write the held-out prompts as text, in two halves, for commands that take `--prompts`."""
     lab = Lab.load(folder)
     texts = [lab.tokenizer.decode(row.token_ids[: row.prompt_length]) for row in lab.held_out]
     for path, half in ((fitting, texts[1::2]), (measuring, texts[::2])):
@@ -220,11 +218,10 @@ def report(
         }
         for folder in folders
     }
-    text = json.dumps({"corpora": record, "conditions": run_conditions()}, indent=1)
-    for name, one in record.items():
-        typer.echo(f"{name}\n\n{as_markdown(one)}\n")
+    for name, corpus_record in record.items():
+        typer.echo(f"{name}\n\n{as_markdown(corpus_record)}\n")
     if json_path is not None:
-        json_path.write_text(text + "\n", encoding="utf-8")
+        write_record(json_path, {"corpora": record, "conditions": run_conditions()})
 
 
 if __name__ == "__main__":

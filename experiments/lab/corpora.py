@@ -1,4 +1,4 @@
-"""Texts that a fresh machine gets from its packages, from structured records to source code, and their tokens."""
+"""Corpora made of installed packages, from structured records to source code, and their tokenizers."""
 
 import hashlib
 import inspect
@@ -28,10 +28,10 @@ SPECIAL_TOKENS = ["<pad>", "<eos>", "<mask>", "<unk>"]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, and where a prompt ends that leaves the model something to say."""
+    """Documents, and how to cut a prompt from each."""
 
     name: str
-    seen: list[str]  # the target learns these, and the drafter the target's answers to their prompts
+    training: list[str]  # the target learns these; drafters learn its answers to their prompts
     held_out: list[str]  # prompts for measuring; no drafter is trained on them
     is_word_level: bool  # one token a word; byte pairs otherwise
     prompt_of: Callable[[list[int]], list[int]]  # token ids of a document -> a prompt's
@@ -40,8 +40,12 @@ class Corpus:
 
 
 def is_held_out(name: str, share: float = HELD_OUT_SHARE) -> bool:
-    """Whether a document or key is kept for measuring: by a hash of its name, so that order does not matter."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32 < share
+    """Whether a document or key is kept for measuring, by a hash of its name."""
+    return int.from_bytes(_hash_of(name)[:4], "big") / 2**32 < share
+
+
+def _hash_of(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
 
 
 def _first_third(token_ids: list[int]) -> list[int]:
@@ -55,20 +59,21 @@ def airports(num_documents: int = 16000, seed: int = 0) -> Corpus:
     """Requests for the records of six airports by their codes, answered record by record (PyPI: airportsdata, MIT).
 
     The target knows every airport. Half of the airports of a held-out request occur in no request that a drafter is
-    trained on: what the drafter says of those, it reads from the target's states.
+    trained on, so that it can only read those records from the target's states.
     """
     if find_spec("airportsdata") is None:
         raise DFlowError("the airports corpus needs the package airportsdata: pip install airportsdata")
     import airportsdata
 
-    records = sorted(airportsdata.load("IATA").values(), key=lambda one: hashlib.sha256(one["iata"].encode()).digest())
+    records = sorted(airportsdata.load("IATA").values(), key=lambda airport: _hash_of(airport["iata"]))
     texts: dict[str, str] = {}
-    for one in records:
-        if one["city"] and one["tz"] and len(texts) < NUM_AIRPORTS:
-            texts[one["iata"]] = " ".join(
-                f"{one['iata']} city {one['city'].replace(' ', '_')} in {one['country']} zone {one['tz']}".split()
-                + f"latitude {round(one['lat'])} longitude {round(one['lon'])}".split()
-                + f"height {round(one['elevation'] / 100)} ;".split()
+    for airport in records:
+        if airport["city"] and airport["tz"] and len(texts) < NUM_AIRPORTS:
+            city, place = airport["city"].replace(" ", "_"), f"in {airport['country']} zone {airport['tz']}"
+            texts[airport["iata"]] = " ".join(
+                f"{airport['iata']} city {city} {place}".split()
+                + f"latitude {round(airport['lat'])} longitude {round(airport['lon'])}".split()
+                + f"height {round(airport['elevation'] / 100)} ;".split()
             )
     keys = {True: [key for key in texts if is_held_out(key)], False: [key for key in texts if not is_held_out(key)]}
     generator = random.Random(seed)
@@ -78,12 +83,12 @@ def airports(num_documents: int = 16000, seed: int = 0) -> Corpus:
         generator.shuffle(chosen)
         return " ".join(["airports", *chosen, ":", *(texts[key] for key in chosen)])
 
-    seen = [request(0) for _ in range(num_documents)]
+    training = [request(0) for _ in range(num_documents)]
     held_out = [request(KEYS_PER_REQUEST // 2) for _ in range(int(num_documents * HELD_OUT_SHARE))]
     tasks = {f"{count} of {KEYS_PER_REQUEST} unseen": [request(count) for _ in range(TASK_SIZE)] for count in UNSEEN}
     return Corpus(
         "airports",
-        seen,
+        training,
         held_out,
         is_word_level=True,
         prompt_of=lambda ids: ids[: KEYS_PER_REQUEST + 2],
@@ -146,8 +151,8 @@ def answers(path: Path, tokenizer) -> Corpus:
 
 
 def _split(name: str, documents: list[str], is_word_level: bool, prompt_of) -> Corpus:
-    seen = [text for text in documents if not is_held_out(text)]
-    return Corpus(name, seen, [text for text in documents if is_held_out(text)], is_word_level, prompt_of)
+    training = [text for text in documents if not is_held_out(text)]
+    return Corpus(name, training, [text for text in documents if is_held_out(text)], is_word_level, prompt_of)
 
 
 def _standard_modules() -> Iterator[pkgutil.ModuleInfo]:
@@ -172,7 +177,7 @@ def _pieces(text: str, characters_per_piece: int = 900) -> Iterator[str]:
 def make_tokenizer(corpus: Corpus, vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer learned from the corpus: its words, or byte pairs that span words where text is free."""
     if corpus.is_word_level:
-        counts = Counter(word for text in corpus.seen + corpus.held_out for word in re.findall(r"\n|[^\s]+", text))
+        counts = Counter(word for text in corpus.training + corpus.held_out for word in re.findall(r"\n|[^\s]+", text))
         words = [word for word, _ in counts.most_common(vocab_size - len(SPECIAL_TOKENS))]
         vocab = {word: i for i, word in enumerate([*SPECIAL_TOKENS, *words])}
         tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -185,7 +190,7 @@ def make_tokenizer(corpus: Corpus, vocab_size: int) -> PreTrainedTokenizerFast:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
         )
-        tokenizer.train_from_iterator(corpus.seen, trainer)
+        tokenizer.train_from_iterator(corpus.training, trainer)
     pad, eos, mask, unk = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, mask_token=mask, unk_token=unk

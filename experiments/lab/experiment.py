@@ -1,4 +1,4 @@
-"""Four drafters on one target, trained on the same rows, anchors and updates, and measured by decoding."""
+"""Kinds of drafters for one target, trained on the same rows, anchors and updates, and measured by decoding."""
 
 import json
 import time
@@ -35,7 +35,7 @@ ALL_KINDS = (*KINDS, *VARIANTS)
 
 @dataclass(frozen=True)
 class DrafterRecipe:
-    """What every drafter of a comparison shares."""
+    """The settings that all drafters of a comparison share."""
 
     num_layers: int = 2
     block_size: int = 8
@@ -51,7 +51,7 @@ class DrafterRecipe:
 
 @dataclass
 class Lab:
-    """A trained target with rows to learn from and prompts to measure on."""
+    """A trained target with training rows, and prompts to measure on."""
 
     folder: Path
     target: Any
@@ -61,18 +61,18 @@ class Lab:
 
     @classmethod
     def load(cls, folder: Path) -> "Lab":
-        """Read what [`prepare`] wrote."""
+        """Read what [`prepare_lab`] wrote."""
         target = cls.load_target(folder)
         parts = {name: _read(folder / f"{name}.json") for name in ("rows", "held_out")}
         return cls(folder, target, AutoTokenizer.from_pretrained(folder / "target"), **parts)
 
     @staticmethod
     def load_target(folder: Path) -> Any:
-        """The target alone."""
+        """Read the target alone."""
         return AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
 
     def features(self, recipe: DrafterRecipe) -> FeatureStore:
-        """The rows' tapped states, computed on the first call."""
+        """The tapped states of the training rows, computed where the folder lacks them."""
         store = FeatureStore(
             self.folder / "features",
             self.rows,
@@ -86,7 +86,7 @@ class Lab:
 
 
 def write_rows(path: Path, rows: list[TrainingRow]) -> None:
-    """Rows as JSON, next to the target that wrote them."""
+    """Write rows as JSON, whole or not at all."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps([asdict(row) for row in rows]))
     partial.replace(path)
@@ -102,7 +102,7 @@ def has_relay(kind: str) -> bool:
 
 
 def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int, save_every: int = 10**9) -> TrainingConfig:
-    """The recipe as a run of one of `KINDS`; without a relay, only what the relay does is left out."""
+    """The training run of one kind; kinds without a relay differ in nothing but the relay and its rounds."""
     rounds = 0 if kind == "dflash" else recipe.relay_rounds
     stage = Stage(recipe.updates, rounds, recipe.rows_per_update, recipe.anchors_per_row, recipe.learning_rate)
     return TrainingConfig(
@@ -121,9 +121,9 @@ def training_config(kind: str, recipe: DrafterRecipe, mask_token_id: int, save_e
 
 
 def train(lab: Lab, kind: str, recipe: DrafterRecipe, save_every: int | None = None) -> tuple[Any, dict[str, Any]]:
-    """Train a drafter of `kind`; returns it with the seconds that it took, its size and each round's last losses.
+    """Train a drafter of `kind`; returns it with the seconds it took, its size and the last losses of each round.
 
-    With `save_every`, the run is saved after so many updates, and resumes from what was saved before.
+    With `save_every`, the run is saved every so many updates, and resumes from the last checkpoint.
     """
     started, record = time.perf_counter(), {}
     folder = lab.folder / "runs" / f"{kind}-{recipe.seed}-{recipe.updates}-{recipe.num_layers}"
@@ -131,8 +131,8 @@ def train(lab: Lab, kind: str, recipe: DrafterRecipe, save_every: int | None = N
         drafter = _train_autoregressive(lab, recipe)
     else:
         config = training_config(kind, recipe, lab.tokenizer.mask_token_id, save_every or 10**9)
-        given = (config, lab.target, lab.rows, lab.features(recipe), folder)
-        trainer = VariantTrainer(*given, variant=VARIANTS[kind]) if kind in VARIANTS else Trainer(*given)
+        arguments = (config, lab.target, lab.rows, lab.features(recipe), folder)
+        trainer = VariantTrainer(*arguments, variant=VARIANTS[kind]) if kind in VARIANTS else Trainer(*arguments)
         if save_every is not None:
             trainer.resume()
         trainer.run()
@@ -153,7 +153,7 @@ def last_losses(log: Path, updates: int = 100) -> list[float]:
 
 
 def _train_autoregressive(lab: Lab, recipe: DrafterRecipe) -> Any:
-    """The classic small draft model: the target's kind, with layers to match, its embedding the target's."""
+    """The classic small draft model: of the target's architecture, with the target's embedding."""
     torch.manual_seed(recipe.seed)
     model = new_model(lab.tokenizer, recipe.num_layers, lab.target.config.hidden_size)
     model.model.embed_tokens.load_state_dict(lab.target.model.embed_tokens.state_dict())
@@ -174,10 +174,10 @@ def measure(
     use_relay: bool | None = None,
     verification: str | None = None,
 ) -> dict[str, list[int]]:
-    """Decode each row's prompt; tokens and steps of each, and whether the text is the target's own greedy one.
+    """Decode the prompt of each row and count emitted tokens and drafting steps, the prefill's left out.
 
     Greedy, or with `verification` ("token" or "block") sampled at temperature 1. An autoregressive drafter runs in
-    transformers' assisted generation, with as many drafts a step as a block has.
+    transformers' assisted generation with 7 drafts a step. `identical` is 1 where the text is the target's greedy one.
     """
     counts: dict[str, list[int]] = {"tokens": [], "steps": [], "identical": []}
     sampling: dict[str, Any] = {"do_sample": verification is not None}
@@ -209,12 +209,12 @@ def measure(
 
 
 def tokens_per_step(counts: dict[str, list[int]]) -> float:
-    """Pooled over what [`measure`] counted."""
+    """Emitted tokens over drafting steps, pooled over prompts."""
     return sum(counts["tokens"]) / sum(counts["steps"])
 
 
 def probe(lab: Lab, drafter: DFlowDrafter, rows: list[TrainingRow]) -> dict[str, Any]:
-    """`hf_dflow.bench.probe` on the held-out texts."""
+    """The figures of `hf-dflow probe` on the texts of some rows."""
     return summarise(probe_text(drafter, lab.target, row.token_ids, row.prompt_length) for row in rows)
 
 
@@ -228,13 +228,13 @@ def prepare_lab(
     max_new_tokens: int,
     temperature: float,
 ) -> list[TrainingRow]:
-    """Train the target on a corpus where `folder` has none, and write its answers; returns the rows to learn from."""
+    """Train the target on a corpus where `folder` has none, and write its answers; returns the training rows."""
     tokenizer: Any = make_tokenizer(corpus, 8192 if corpus.is_word_level else 4096)
     if not (folder / "target.json").exists():  # written last
         torch.manual_seed(recipe.seed)
         model = new_model(tokenizer, recipe.num_layers, recipe.hidden_size)
-        known = corpus.seen + (corpus.held_out if corpus.target_knows_held_out else [])
-        train_language_model(model, encode(known, tokenizer), recipe, Clock(f"{corpus.name} target"))
+        documents = corpus.training + (corpus.held_out if corpus.target_knows_held_out else [])
+        train_language_model(model, encode(documents, tokenizer), recipe, Clock(f"{corpus.name} target"))
         loss = held_out_loss(model, encode(corpus.held_out[:60], tokenizer))
         record = {
             "corpus": corpus.name,
@@ -250,7 +250,7 @@ def prepare_lab(
     return write_answers(
         folder,
         target,
-        prompts(corpus, corpus.seen, tokenizer, num_prompts),
+        prompts(corpus, corpus.training, tokenizer, num_prompts),
         prompts(corpus, corpus.held_out, tokenizer, num_held_out),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -258,12 +258,12 @@ def prepare_lab(
 
 
 def write_answers(
-    folder: Path, target, seen_prompts, held_out_prompts, *, max_new_tokens: int, temperature: float
+    folder: Path, target, training_prompts, held_out_prompts, *, max_new_tokens: int, temperature: float
 ) -> list[TrainingRow]:
-    """Write the target's text for training (half greedy, half sampled; returned) and, greedy, for measuring."""
-    half = len(seen_prompts) // 2
-    rows = answer(target, seen_prompts[:half], max_new_tokens, 0.0)
-    rows += answer(target, seen_prompts[half:], max_new_tokens, temperature)
+    """Write the target's answers for training (half greedy, half sampled; returned) and for measuring (greedy)."""
+    half = len(training_prompts) // 2
+    rows = answer(target, training_prompts[:half], max_new_tokens, 0.0)
+    rows += answer(target, training_prompts[half:], max_new_tokens, temperature)
     rows = [row for row in rows if row.answer_length > 9]
     write_rows(folder / "rows.json", rows)
     held_out = answer(target, held_out_prompts, max_new_tokens, 0.0)

@@ -1,4 +1,4 @@
-"""The lab's runs as figures: each kind pooled over seeds, and its gain over equally trained DFlash."""
+"""Figures of the lab's runs: each kind pooled over seeds, and its gain over equally trained DFlash."""
 
 import json
 from collections import defaultdict
@@ -22,7 +22,7 @@ PAIRS += [pair for kind in VARIANTS for pair in ((kind, "dflow"), (f"{kind}{OFF}
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The lines of FOLDER/results.jsonl; of runs made twice, the later."""
+    """The lines of FOLDER/results.jsonl; the later one of a run that was repeated."""
     lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
     newest = {}
     for record in map(json.loads, lines):
@@ -46,7 +46,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
     Intervals are 95% bootstraps over prompts; all seeds answer the same prompts and are resampled together.
     """
     by_kind = counts_by_kind(results)
-    losses = {(one["kind"], one["recipe"]["seed"]): one["last_losses"][0] for one in results if one.get("last_losses")}
+    losses = {(run["kind"], run["recipe"]["seed"]): run["last_losses"][0] for run in results if run.get("last_losses")}
     record: dict[str, Any] = {}
     for kind, by_seed in by_kind.items():
         seeds = sorted(by_seed)
@@ -64,22 +64,22 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
             entry["gain_over_dflash"] = _figure(both, lambda t, s, base_t, base_s: (t / s) / (base_t / base_s) - 1)
         record[kind] = entry
     pairs = {
-        f"{one} over {other}": _paired(by_kind[one], by_kind[other])
-        for one, other in PAIRS
-        if {one, other} <= by_kind.keys()
+        f"{kind} over {base}": _paired(by_kind[kind], by_kind[base])
+        for kind, base in PAIRS
+        if {kind, base} <= by_kind.keys()
     }
-    record["pairs"] = {name: found for name, found in pairs.items() if found is not None}
-    probes = [one["probe"] for one in results if "probe" in one]
+    record["pairs"] = {name: pair for name, pair in pairs.items() if pair is not None}
+    probes = [run["probe"] for run in results if "probe" in run]
     if probes:
         names = probes[0].keys()
-        record["probe"] = {name: float(np.mean([one[name]["value"] for one in probes])) for name in names}
-    identical = [count for one in results for count in one["counts"]["identical"]]
+        record["probe"] = {name: float(np.mean([probe[name]["value"] for probe in probes])) for name in names}
+    identical = [count for run in results for count in run["counts"]["identical"]]
     record["texts_identical"] = f"{sum(identical)} of {len(identical)}"
     return record
 
 
 def _paired(ours: dict[int, np.ndarray], theirs: dict[int, np.ndarray]) -> dict[str, Any] | None:
-    """How much longer one kind's steps are than another's with the seeds that both have, and with each of these."""
+    """The gain of one kind over another, over the seeds that both have and with each of these."""
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds:
         return None
@@ -91,12 +91,12 @@ def _paired(ours: dict[int, np.ndarray], theirs: dict[int, np.ndarray]) -> dict[
     return {
         "seeds": seeds,
         "gain": _figure(np.sum(both, axis=0), gain),
-        "gain_by_seed": [float(gain(*one.sum(axis=1))) for one in both],
+        "gain_by_seed": [float(gain(*counts.sum(axis=1))) for counts in both],
     }
 
 
 def summarise_tasks(path: Path) -> dict[str, Any]:
-    """Of each task in `path`: what the probe saw with DFlash, and what DFlow gained, seeds pooled."""
+    """Each task in `path` with its own figures, seeds pooled."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
@@ -137,8 +137,8 @@ def kinds_table(record: dict[str, Any], is_shown: Callable[[str], bool] = lambda
 def pairs_table(record: dict[str, Any], is_shown: Callable[[str], bool] = lambda pair: True) -> str:
     """One kind against another, with the seeds that both have."""
     rows = [
-        [pair, with_interval(found["gain"], "+.1%"), _by_seed(found)]
-        for pair, found in record["pairs"].items()
+        [pair, with_interval(entry["gain"], "+.1%"), _by_seed(entry)]
+        for pair, entry in record["pairs"].items()
         if is_shown(pair)
     ]
     return markdown_table(("pair", "longer by", "with each seed"), rows)
@@ -158,8 +158,8 @@ def tasks_without_relay_table(record: dict[str, Any]) -> str:
     """A drafter that was trained with the relay and drafts without it, beside one trained without, by task."""
     kinds = ("multi_round", f"dflow{OFF}")
     rows = [
-        [task, *_steps(record["tasks"][task], *kinds), with_interval(found["gain"], "+.1%"), _by_seed(found)]
-        for task, found in _tasks_without_relay(record).items()
+        [task, *_steps(record["tasks"][task], *kinds), with_interval(pair["gain"], "+.1%"), _by_seed(pair)]
+        for task, pair in _tasks_without_relay(record).items()
     ]
     return markdown_table(("task", "multi_round", "dflow, relay off", "longer by", "with each seed"), rows)
 

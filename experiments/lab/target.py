@@ -1,4 +1,4 @@
-"""A small language model trained from scratch on a corpus, and its own text for drafters to learn from."""
+"""A small language model trained from scratch on a corpus, and the answers it writes."""
 
 import math
 import time
@@ -17,7 +17,7 @@ CONTEXT_LENGTH = 256
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """Sizes and schedule of a lab target."""
+    """Sizes and training schedule of a lab target."""
 
     num_layers: int = 6
     hidden_size: int = 192
@@ -28,7 +28,7 @@ class TargetRecipe:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, num_layers: int, hidden_size: int) -> LlamaForCausalLM:
-    """A Llama of heads of 64 with tied embeddings, randomly initialised."""
+    """A randomly initialised Llama with heads of width 64 and tied embeddings."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -90,7 +90,7 @@ def held_out_loss(model: LlamaForCausalLM, documents: list[list[int]]) -> float:
 
 
 def prompts(corpus: Corpus, texts: list[str], tokenizer: PreTrainedTokenizerFast, limit: int) -> list[list[int]]:
-    """Prompts of the first `limit` documents that are long enough to have one."""
+    """The prompts of the first `limit` documents of more than 24 tokens."""
     documents = [ids for ids in tokenizer(texts[: 2 * limit])["input_ids"] if len(ids) > 24]
     return [corpus.prompt_of(ids) for ids in documents[:limit]]
 
@@ -118,7 +118,7 @@ def answer(
 
 
 class Clock:
-    """Prints how far a long step is, with seconds since the start."""
+    """Prints the progress of a long training, with seconds since its start."""
 
     def __init__(self, name: str):
         self.name, self.started = name, time.perf_counter()

@@ -1,7 +1,7 @@
-"""Relays that are trained otherwise, to find out what training with one does to the drafter without it.
+"""Variants of relay training, to find out what training with a relay does to the drafter without it.
 
-A drafter trained with the relay, then decoded without it, is ahead of one trained without. Each variant takes away one
-thing that could be the cause, and is DFlow's own training otherwise.
+A drafter trained with the relay and decoded without it is ahead of one trained without. Each variant removes one
+possible cause and is DFlow's training otherwise.
 """
 
 from dataclasses import dataclass
@@ -43,13 +43,13 @@ VARIANTS = {
 
 
 class VariantTrainer(Trainer):
-    """A [`Trainer`] of one variant; takes that as `variant`, and else what a trainer takes."""
+    """A [`Trainer`] of one `variant`."""
 
     def __init__(self, *args: Any, variant: Variant, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.variant = variant
         if variant.is_detached:
-            self.drafter.relay.register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
+            self.drafter.relay.register_forward_pre_hook(lambda _, inputs: (inputs[0].detach(), *inputs[1:]))
 
     def follow(
         self, stage: Stage, sequences: Sequences, anchors: Anchors, relayed: Relayed | None, result: RoundResult
@@ -75,6 +75,6 @@ class VariantTrainer(Trainer):
 
 
 def _of_other_documents(anchors: Anchors) -> torch.Tensor:
-    """For each block one of another row, if there are two: blocks lie row by row, so half of them further on is one."""
+    """For each block the index of one in another row, if there are two: half of all blocks further on."""
     num_blocks = len(anchors.row)
     return (torch.arange(num_blocks, device=anchors.row.device) + num_blocks // 2) % num_blocks
