@@ -1,7 +1,7 @@
-"""The classic baseline: a small causal language model of the target's kind that drafts token by token.
+"""`python -m experiments.autoregressive`: the classic baseline, a small language model that drafts token by token.
 
-It learns from the same rows in the same order, for as many updates under the same schedule, as a block-diffusion
-drafter, and runs in transformers' own assisted generation. `python -m experiments.autoregressive` trains one.
+It learns from the same rows in the same order as a block-diffusion drafter, with the same updates and schedule, and
+decodes in transformers' assisted generation.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ from hf_dflow.training.packing import RowOrder
 
 @dataclass
 class DraftModelReport:
-    """What a run came to.
+    """The result of a run.
 
     Args:
         folder (`Path`): The finished model, for `from_pretrained` and `assistant_model=`.
-        updates, skipped (`int`): Done, and of these without effect because something was not finite.
-        num_hidden_layers, trained_parameters (`int`): Its size beside the target's embedding and head.
+        updates, skipped (`int`): All updates, and those without effect because something was not finite.
+        num_hidden_layers, trained_parameters (`int`): Its size without the target's embedding and head.
     """
 
     folder: Path
@@ -57,10 +57,10 @@ def train_draft_model(
     initialise_from_target: bool = False,
     store: Any = None,
 ) -> DraftModelReport:
-    """Train on the supervised tokens of `rows`; goes on from `output/state` where that holds the same run's.
+    """Train on the supervised tokens of `rows`; resumes from `output/state` where that belongs to the same run.
 
-    Of `training` it uses what is not particular to blocks: updates, rows and learning rate of each stage, optimiser,
-    precision, seed, and distillation. Row for row it sees what [`Trainer`] would.
+    It uses the fields of `training` that do not concern blocks: updates, rows and learning rate of each stage,
+    optimiser, precision, seed and distillation. It draws the rows that [`Trainer`] would draw.
 
     Args:
         store (`FeatureStore`, *optional*): Holds the target's distributions, for distillation.
@@ -71,7 +71,7 @@ def train_draft_model(
     training.check()
     accelerator = Accelerator()
     model: Any = new_draft_model(target, num_layers, training.seed, initialise_from_target)
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer: Any = torch.optim.AdamW(trained, lr=0.0, weight_decay=training.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
     order = RowOrder(len(rows), training.seed)
@@ -117,7 +117,9 @@ def train_draft_model(
                 progress["skipped"] += 1
                 skipped_in_row += 1
                 if skipped_in_row >= training.max_skips_in_row:
-                    raise DFlowError(f"{skipped_in_row} updates in a row had no finite gradient; lower the rate")
+                    raise DFlowError(
+                        f"{skipped_in_row} updates in a row had no finite gradient; lower the learning rate"
+                    )
             progress["update"] += 1
             log.advance(progress["update"], total)
             if progress["update"] % training.log_every == 0:
@@ -129,7 +131,7 @@ def train_draft_model(
         finished = accelerator.unwrap_model(model)
         save_draft_model(finished, folder, getattr(torch, training.save_dtype))
     accelerator.wait_for_everyone()
-    size = sum(one.numel() for one in trained)
+    size = sum(weight.numel() for weight in trained)
     return DraftModelReport(folder, progress["update"], progress["skipped"], num_layers, size)
 
 
@@ -148,9 +150,9 @@ def _loss(
     candidates: CandidateVocabulary | None = None,
     candidate_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean cross-entropy over the supervised tokens of some rows; with teachers, partly their distribution's.
+    """Mean cross-entropy over the supervised tokens of `rows`, mixed with the teachers' distributions if given.
 
-    With `candidate_ids`, drawn from `candidates`, the softmax runs over these alone, as in a drafter's training.
+    With `candidate_ids`, drawn from `candidates`, the softmax runs over these alone, as in training a drafter.
     """
     device = next(model.parameters()).device
 
@@ -162,14 +164,16 @@ def _loss(
     is_label = padded([torch.tensor(row.supervised()) for row in rows])[:, 1:]  # row t predicts token t + 1
     ids = probs = None
     if teachers:
-        ids, probs = (padded([getattr(one, part) for one in teachers])[:, :-1][is_label] for part in ("ids", "probs"))
+        ids, probs = (
+            padded([getattr(teacher, part) for teacher in teachers])[:, :-1][is_label] for part in ("ids", "probs")
+        )
         ids, probs = ids[:, None], probs[:, None]
     targets = slot_targets(token_ids[:, 1:][is_label][:, None], ids, probs, distillation)
     inputs = {"input_ids": token_ids, "attention_mask": is_text, "use_cache": False}
     if candidates is None or candidate_ids is None:
         logits = model(**inputs).logits[:, :-1][is_label].float()
         return -(targets.weights[:, 0] * logits.log_softmax(dim=-1).gather(-1, targets.ids[:, 0])).sum(-1).mean()
-    # The model as a whole is called, since several processes hang on its forward; nobody reads its logits.
+    # Data-parallel processes synchronise in the whole model's forward, so it is called although its logits go unused.
     states = model(**inputs, output_hidden_states=True, logits_to_keep=1).hidden_states[-1][:, :-1][is_label]
     head = getattr(model, "module", model).get_output_embeddings()
     bias = None if getattr(head, "bias", None) is None else head.bias[candidate_ids]
@@ -178,7 +182,7 @@ def _loss(
 
 
 def _save_state(accelerator: Accelerator, folder: Path, record: dict[str, Any]) -> None:
-    """The state's folder is replaced when the new one is whole."""
+    """Replace the state once the new one is written completely."""
     partial = folder.with_name("state-partial")
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
@@ -206,24 +210,24 @@ def main(
     target: Annotated[str, typer.Argument(help="Folder or Hub name.")],
     data: Annotated[list[Path], typer.Argument(help="JSONL files of hf-dflow data.")],
     output: Annotated[Path, typer.Option(help="For state, log and the finished model in draft_model/.")],
-    config: Annotated[Path, typer.Option(help="The training configuration that the drafter was trained with.")],
-    like: Annotated[str, typer.Option(help="The drafter whose size to match.")],
+    config: Annotated[Path, typer.Option(help="The training configuration of the drafter to compare with.")],
+    like: Annotated[str, typer.Option(help="The drafter whose size it matches.")],
     copy_layers: Annotated[bool, typer.Option("--copy-layers", help="Start from the target's layers.")] = False,
     features: Annotated[
-        Path | None, typer.Option(help="What that drafter was trained on; only distillation reads it. None: computed.")
+        Path | None, typer.Option(help="Feature store of that drafter, for distillation; computed if left out.")
     ] = None,
-    max_length: Annotated[int, typer.Option(min=2, help="Longer rows are left out, in tokens.")] = 1024,
+    max_length: Annotated[int, typer.Option(min=2, help="Rows of more tokens are left out.")] = 1024,
 ) -> None:
-    """Train a classic draft model on the rows, updates and size of a drafter, for a comparison of equals."""
+    """Train a classic draft model on the same rows and updates, and of the same size, as a drafter."""
     training = TrainingConfig.from_json(config)
     rows, _ = split_rows([row for path in data for row in read_rows(path, max_length=max_length)])
     model = load_frozen_target(target, training.target_dtype, None, Accelerator().device)
     drafter = DFlowDrafter.from_pretrained(like)
     store = None
     if training.distillation:
-        known: Any = (rows, model, list(drafter.config.target_layer_ids))
-        kept: Any = {"dtype": training.feature_dtype, "teacher_top_k": training.teacher_top_k}
-        store = FeatureStore(features, *known, **kept) if features else LiveFeatures(*known, **kept)
+        arguments: Any = (rows, model, list(drafter.config.target_layer_ids))
+        options: Any = {"dtype": training.feature_dtype, "teacher_top_k": training.teacher_top_k}
+        store = FeatureStore(features, *arguments, **options) if features else LiveFeatures(*arguments, **options)
         store.fill()
     layers = matching_layers(model, drafter_size(drafter))
     report = train_draft_model(

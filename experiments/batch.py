@@ -1,9 +1,8 @@
-"""`python -m experiments.batch`: a batch against its rows one by one, in time and in memory.
+"""`python -m experiments.batch`: time and memory of a batch against those of its rows decoded alone.
 
-Same target, drafter, prompts and tokens, in one process, by turns. Run it when nothing else runs.
+Same target, drafter, prompts and tokens, in one process, in turn. Run it on an idle machine.
 """
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +12,21 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from experiments.common import pass_or_fail
 from hf_dflow import DFlowGenerationConfig
 from hf_dflow.bench.report import run_conditions
 from hf_dflow.bench.runners import Pair, load_pair
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, read_prompts
-from hf_dflow.console import JsonOption, use_threads
+from hf_dflow.console import JsonOption, ThreadsOption, use_threads, write_json
 
 BATCH_SIZE = 8
-MAX_TIME_RATIO = 0.6  # of a batch's seconds over the sum of its rows' alone
-MAX_HOLES = 0.25  # share of the target cache's columns that the longest row does not need
+MAX_TIME_RATIO = 0.6  # seconds of the batch over the sum of its rows alone
+MAX_HOLES = 0.25  # share of the target cache's columns that its longest row does not need
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """New tokens of each row, how long they took, and what the target's cache held between the steps."""
+    """New tokens of each row, the time of the call, and the size of the target's cache before each step."""
 
     rows: list[list[int]]
     seconds: float
@@ -47,13 +47,13 @@ def decode(pair: Pair, prompts: list[Prompt], max_new_tokens: int) -> Decoded:
     target: Any = pair.target
     columns: list[tuple[int, int]] = []
 
-    def look(module, args, kwargs):
-        if (held := kwargs.get("attention_mask")) is not None:
-            cached = held[:, : -kwargs["input_ids"].shape[1]]
+    def record_columns(module, args, kwargs):
+        if (mask := kwargs.get("attention_mask")) is not None:
+            cached = mask[:, : -kwargs["input_ids"].shape[1]]
             if cached.shape[1]:
                 columns.append((cached.shape[1], int(cached.sum(1).max())))
 
-    handle = target.register_forward_pre_hook(look, with_kwargs=True)
+    handle = target.register_forward_pre_hook(record_columns, with_kwargs=True)
     try:
         start = time.perf_counter()
         output = target.generate(**inputs, assistant_model=pair.drafter, generation_config=config)
@@ -67,8 +67,8 @@ def decode(pair: Pair, prompts: list[Prompt], max_new_tokens: int) -> Decoded:
 
 
 def measure(pair: Pair, prompts: list[Prompt], repeats: int, max_new_tokens: int) -> dict[str, Any]:
-    """Time the batch and its rows by turns; figures, goals, and whether they were met."""
-    decode(pair, prompts, 8)  # a first call pays for allocations
+    """Time the batch and its rows in turn; figures, goals, and whether the goals are met."""
+    decode(pair, prompts, 8)  # warm-up: a first call pays for allocations
     ratios, batches, singles = [], [], []
     for _ in range(repeats):
         batches.append(decode(pair, prompts, max_new_tokens))
@@ -84,8 +84,8 @@ def measure(pair: Pair, prompts: list[Prompt], repeats: int, max_new_tokens: int
     widest = max((width for width, _ in batch.columns), default=0)
     return {
         "batch_size": len(prompts),
-        "seconds_batch": median(one.seconds for one in batches),
-        "seconds_alone": median(sum(single.seconds for single in round_) for round_ in singles),
+        "seconds_batch": median(decoded.seconds for decoded in batches),
+        "seconds_alone": median(sum(single.seconds for single in repeat) for repeat in singles),
         "ratios": ratios,
         "median_ratio": median(ratios),
         "target_forwards": {"batch": batch.target_forwards, "alone": sum(single.target_forwards for single in alone)},
@@ -101,26 +101,22 @@ def measure(pair: Pair, prompts: list[Prompt], repeats: int, max_new_tokens: int
 
 def show(record: dict[str, Any], console: Console) -> None:
     """Print the figures, and each goal with PASS or FAIL."""
-    forwards, held = record["target_forwards"], record["target_cache_bytes"]
+    forwards, cache_bytes = record["target_forwards"], record["target_cache_bytes"]
     console.print(
-        f"{_mark(record['median_ratio'] <= MAX_TIME_RATIO)} a batch of {record['batch_size']} takes "
-        f"{record['seconds_batch']:.1f} s, its rows one by one {record['seconds_alone']:.1f} s: ratio "
+        f"{pass_or_fail(record['median_ratio'] <= MAX_TIME_RATIO)} a batch of {record['batch_size']} takes "
+        f"{record['seconds_batch']:.1f} s, its rows alone {record['seconds_alone']:.1f} s: ratio "
         f"{record['median_ratio']:.2f}, goal ≤ {MAX_TIME_RATIO}"
     )
     console.print(
-        f"{_mark(record['largest_share_of_holes'] <= MAX_HOLES)} holes in the target's cache: at most "
+        f"{pass_or_fail(record['largest_share_of_holes'] <= MAX_HOLES)} holes in the target's cache: at most "
         f"{record['largest_share_of_holes']:.0%} of the columns, goal ≤ {MAX_HOLES:.0%}; "
-        f"{held['row_at_its_widest'] / 2**20:.1f} MiB a row at its widest"
+        f"{cache_bytes['row_at_its_widest'] / 2**20:.1f} MiB a row at its widest"
     )
     console.print(
         f"{forwards['batch']} target forwards instead of {forwards['alone']}, {record['tokens_per_step']:.2f} tokens "
-        f"per step, {record['rows_with_the_same_text']} of {record['batch_size']} rows with the very same text "
+        f"per step, {record['rows_with_the_same_text']} of {record['batch_size']} rows with the same text "
         "(float32 may flip near ties)"
     )
-
-
-def _mark(is_good: bool) -> str:
-    return "[green]PASS[/]" if is_good else "[red]FAIL[/]"
 
 
 def main(
@@ -130,9 +126,9 @@ def main(
     batch_size: Annotated[int, typer.Option(min=2)] = BATCH_SIZE,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
-    """Decode a batch on SmolLM2, and its rows one by one; exit code 1 if a goal is missed."""
+    """Decode a batch with SmolLM2, and its rows alone; exit code 1 if a goal is missed."""
     use_threads(threads)
     workload = read_prompts(prompts or HELD_OUT)
     workload = workload[:: max(1, len(workload) // batch_size)][:batch_size]  # of all tasks
@@ -140,8 +136,7 @@ def main(
     record = measure(pair, workload, repeats, max_new_tokens)
     record["conditions"] = run_conditions(**pair.describe(), repeats=repeats, max_new_tokens=max_new_tokens)
     show(record, Console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(json_path, record)
     raise typer.Exit(0 if record["passed"] else 1)
 
 

@@ -23,6 +23,11 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
+def pass_or_fail(is_good: bool) -> str:
+    """A coloured word for the console."""
+    return "[green]PASS[/]" if is_good else "[red]FAIL[/]"
+
+
 def read_json(path: Path) -> Any:
     """The record at `path`.
 

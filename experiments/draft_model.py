@@ -1,6 +1,6 @@
-"""A classic draft model: a small causal language model of the target's kind, to train and save.
+"""A classic draft model: a small causal language model of the target's architecture, to train and save.
 
-Embedding and head are the target's, frozen, so that its size is that of its layers.
+Embedding and head are frozen copies of the target's, so that only its layers count as its size.
 """
 
 import copy
@@ -18,32 +18,34 @@ from hf_dflow.training.frozen_target import inner_model
 
 
 def drafter_size(drafter: DFlowDrafter) -> int:
-    """Parameters of a drafter beside embedding and head."""
-    return sum(one.numel() for name, one in drafter.named_parameters() if not name.startswith(("embed", "lm_head")))
+    """Parameters of a drafter without embedding and head."""
+    return sum(
+        weight.numel() for name, weight in drafter.named_parameters() if not name.startswith(("embed", "lm_head"))
+    )
 
 
 def matching_layers(target: PreTrainedModel, parameters: int) -> int:
-    """How many of the target's layers come nearest to so many parameters; at least one, at most all."""
+    """The number of target layers whose size is nearest to `parameters`; at least one, at most all."""
     layers = _layers(target)
-    mean = sum(one.numel() for one in layers.parameters()) / len(layers)
+    mean = sum(weight.numel() for weight in layers.parameters()) / len(layers)
     return min(len(layers), max(1, round(parameters / mean)))
 
 
 def new_draft_model(
     target: PreTrainedModel, num_layers: int, seed: int = 0, initialise_from_target: bool = False
 ) -> PreTrainedModel:
-    """A model of the target's kind with fewer layers, float32; embedding and head are frozen copies of the target's.
+    """A float32 model of the target's architecture with fewer layers.
 
     Args:
-        initialise_from_target (`bool`, *optional*, defaults to `False`): Start the layers as the target's, spread
-            evenly from the first to the last, and all else that is no layer as the target's.
+        initialise_from_target (`bool`, *optional*, defaults to `False`): Copy the layers from the target's, evenly
+            spread from the first to the last, and everything that is not a layer.
 
     Raises:
         DFlowError: The target has fewer layers.
     """
     total = len(_layers(target))
     if not 1 <= num_layers <= total:
-        raise DFlowError(f"{num_layers} layers were asked for; the target has {total}, so use 1 … {total}")
+        raise DFlowError(f"num_layers is {num_layers}; the target has {total} layers, so use 1 … {total}")
     chosen = [round(i * (total - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
     config: Any = copy.deepcopy(target.config.get_text_config())
     for key, value in config.to_dict().items():
@@ -70,10 +72,10 @@ def _fits(theirs: torch.Tensor | None, ours: torch.Tensor) -> bool:
 
 def _layers(model: Any) -> torch.nn.ModuleList:
     base = inner_model(model)
-    found = next((child for child in base.children() if isinstance(child, torch.nn.ModuleList)), None)
-    if found is None:
-        raise DFlowError(f"{type(base).__name__} has no list of layers to take a smaller model's from")
-    return found
+    layers = next((child for child in base.children() if isinstance(child, torch.nn.ModuleList)), None)
+    if layers is None:
+        raise DFlowError(f"{type(base).__name__} has no list of layers from which to build a smaller model")
+    return layers
 
 
 def save_draft_model(
@@ -82,14 +84,16 @@ def save_draft_model(
     """Write a finished draft model.
 
     Args:
-        with_embedding (`bool`, *optional*, defaults to `True`): Without it only the trained weights are written, for
-            transport; [`~hf_dflow.bench.assistant.load_draft_model`] then takes embedding and head from the target.
+        with_embedding (`bool`, *optional*, defaults to `True`): Without it, only the trained weights are written, and
+            [`~hf_dflow.bench.assistant.load_draft_model`] takes embedding and head from the target.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if with_embedding:
         copy.deepcopy(model).to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
         return
-    weights = {name: one.detach().to("cpu", dtype) for name, one in model.named_parameters() if one.requires_grad}
+    weights = {
+        name: weight.detach().to("cpu", dtype) for name, weight in model.named_parameters() if weight.requires_grad
+    }
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     save_torch_state_dict(weights, folder, max_shard_size=max_shard_size)

@@ -1,4 +1,4 @@
-"""Answers and training for [`four_drafters`]: the same rows, anchors, updates and size for every kind of drafter."""
+"""Answers and training of `four_drafters`: the same rows, anchors, updates and size for every kind of drafter."""
 
 import time
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ from hf_dflow.training.templates import ChatTemplate
 from hf_dflow.training.trainer import Trainer
 
 KINDS = ("dflash", "multi_round", "dflow", "autoregressive")
-MAX_FILE_SIZE = "15MB"  # of written weights: some ways off a GPU machine carry no larger files
+MAX_FILE_SIZE = "15MB"  # of a weights file: some GPU machines give back no larger files
 WARM_UP, TIMED = 2, 4  # updates
 USED_TIME = 0.9  # of what is left for training, by the measured speed
 
 
 class OutOfTimeError(Exception):
-    """Raised between two batches of answers; what was written is whole."""
+    """The deadline passed between two batches of answers; the file holds whole answers."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the drafters of a comparison share."""
+    """The settings that all drafters of a comparison share."""
 
     updates: int = 0
     rows_per_update: int = 32
@@ -49,7 +49,7 @@ class Recipe:
     seed: int = 0
 
     def configuration(self, kind: str, updates: int) -> TrainingConfig:
-        """A run of one of `KINDS`. Without a relay, only what the relay does is left out."""
+        """The training run of one kind; kinds without a relay differ in nothing but the relay and its rounds."""
         rounds = self.relay_rounds if kind in ("multi_round", "dflow") else 0
         stage = Stage(updates, rounds, self.rows_per_update, self.anchors_per_row, self.learning_rate)
         return TrainingConfig(
@@ -80,7 +80,7 @@ def collect(
     seed: int,
     deadline: float,
 ) -> dict[str, Any]:
-    """Let the target answer prompts of the training share, until `deadline` (of `time.time()`)."""
+    """Write the target's answers to training prompts until `deadline` (of `time.time()`)."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     job = Job(
         [prompt for source in sources for prompt in read_prompts(source)][: limit or None],
@@ -129,12 +129,12 @@ class Training:
         self._store: ResidentFeatures | None = None
 
     def configuration(self, kind: str, updates: int) -> TrainingConfig:
-        """Mask token and tapped layers are the same for all kinds."""
+        """The resolved run of `kind`; mask token and tapped layers are the same for all kinds."""
         data_ids = supervised_ids(self.rows)
         return resolve(self.recipe.configuration(kind, updates), self.target, data_ids, None, self.special_ids)
 
     def features(self, training: TrainingConfig) -> ResidentFeatures:
-        """Computed once, for all kinds."""
+        """Features of all rows, computed once for all kinds."""
         if self._store is None:
             layer_ids: Any = training.target_layer_ids
             self._store = ResidentFeatures(
@@ -148,15 +148,15 @@ class Training:
         return self._store
 
     def trainer(self, kind: str, updates: int) -> Trainer:
-        """A run that has not begun."""
+        """A trainer of `kind` before its first update."""
         training = self.configuration(kind, updates)
         store = self.features(training)
         return Trainer(training, self.target, self.rows, store, self.work / kind, target_name=Path(self.name).name)
 
     def count_updates(self, kinds: tuple[str, ...], deadline: float) -> dict[str, Any]:
-        """How many updates every drafter gets: those of the recipe, or what fits before `deadline` at measured speed.
+        """The updates of every drafter: the recipe's, or as many as fit before `deadline` at the measured speed.
 
-        DFlow's updates are timed. The mask round's share is what the kinds without further rounds are taken to cost.
+        DFlow's updates are timed; a round is taken to cost the same in every kind.
         """
         if self.recipe.updates:
             return {"updates": self.recipe.updates}
@@ -169,12 +169,13 @@ class Training:
             trainer.step(stage, 0.0)
         seconds = (time.time() - started) / TIMED
         rounds = [1 + self.recipe.configuration(kind, 1).stages[0].relay_rounds for kind in kinds]
-        of_all = seconds * sum(rounds) / (1 + self.recipe.relay_rounds)
-        left = max(0.0, deadline - time.time()) * USED_TIME
-        return {"updates": max(1, int(left / of_all)), "seconds_per_dflow_update": round(seconds, 4)}
+        seconds_of_all_kinds = seconds * sum(rounds) / (1 + self.recipe.relay_rounds)
+        usable_seconds = max(0.0, deadline - time.time()) * USED_TIME
+        updates = max(1, int(usable_seconds / seconds_of_all_kinds))
+        return {"updates": updates, "seconds_per_dflow_update": round(seconds, 4)}
 
     def train(self, kind: str, updates: int) -> dict[str, Any]:
-        """Train a drafter of `kind`, resuming where a checkpoint is, and write its weights."""
+        """Train a drafter of `kind`, resuming from its last checkpoint, and write its weights."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         size = drafter_size(new_drafter(self.target, self.configuration("dflow", 1)))
@@ -193,18 +194,18 @@ class Training:
             save_draft_model(
                 model, self.weights / kind, torch.bfloat16, with_embedding=False, max_shard_size=MAX_FILE_SIZE
             )
-            found = {"parameters": report.trained_parameters, "layers": report.num_hidden_layers}
+            size_record = {"parameters": report.trained_parameters, "layers": report.num_hidden_layers}
             skipped = report.skipped
         else:
             trainer = self.trainer(kind, updates)
             trainer.resume()
             trainer.run()
             training, skipped = trainer.training, trainer.skipped
-            found = {"parameters": drafter_size(trainer.drafter), "layers": self.recipe.num_layers}
+            size_record = {"parameters": drafter_size(trainer.drafter), "layers": self.recipe.num_layers}
             trainer.drafter.to(torch.bfloat16).save_pretrained(self.weights / kind, max_shard_size=MAX_FILE_SIZE)
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         return {
-            **found,
+            **size_record,
             "updates": updates,
             "skipped": skipped,
             "peak_gib": peak,

@@ -1,4 +1,4 @@
-"""`python -m experiments.eval_drafter`: what a drafter is worth on prompts that it was not trained on."""
+"""`python -m experiments.eval_drafter`: tokens per step of drafters on held-out prompts, with intervals."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from experiments.common import with_interval
 from hf_dflow import DFlowDrafter
 from hf_dflow.bench.assistant import load_draft_model
 from hf_dflow.bench.evaluation import PLAIN, Plan, answer_all, as_record, is_identical, modes_of
@@ -48,31 +49,31 @@ CLASSIC = "autoregressive"
 def contestants_of(
     pair: Pair, classic: Path | None, num_draft_tokens: int, others: Sequence[str] = ()
 ) -> list[Contestant]:
-    """Relay off ("dflash"), relay on ("dflow") where there is one, other drafters, and a classic draft model.
+    """The pair with its relay off ("dflash") and on ("dflow"), other drafters, and a classic draft model.
 
     Args:
-        others (`list[str]`, *optional*): `NAME=FOLDER` of each; a relay there is used, and also switched off.
+        others (`list[str]`, *optional*): `NAME=FOLDER` of each; one with a relay also runs with it switched off.
 
     Raises:
-        DFlowError: One of these is not of that form, its name is taken, or it was made for another target.
+        DFlowError: One of `others` has another form, a name that is taken, or a drafter for another target.
     """
     check_pair(pair.target, pair.drafter, pair.tokenizer, pair.chat_mode)
     contestants = [Contestant("dflash", pair.drafter, use_relay=False)]
     if pair.drafter.relay is not None:
         contestants.append(Contestant("dflow", pair.drafter, use_relay=True))
-    taken = {one.name for one in contestants} | {PLAIN, CLASSIC}
-    for given in others:
-        name, _, folder = given.partition("=")
+    taken = {contestant.name for contestant in contestants} | {PLAIN, CLASSIC}
+    for option in others:
+        name, _, folder = option.partition("=")
         own = {name, f"{name}, relay off"}
         if not name or not folder or own & taken:
             names = ", ".join(sorted(taken))
-            raise DFlowError(f"--other {given}: give NAME=FOLDER with a name that is not one of {names}")
+            raise DFlowError(f"--other {option}: give NAME=FOLDER with a name that is not one of {names}")
         taken |= own
         drafter = DFlowDrafter.from_pretrained(folder, dtype=pair.target.dtype).to(pair.target.device).eval()
         try:
             check_pair(pair.target, drafter, pair.tokenizer, pair.chat_mode)
         except PairMismatchError as error:
-            raise PairMismatchError(f"--other {given}: {error}") from error
+            raise PairMismatchError(f"--other {option}: {error}") from error
         contestants.append(Contestant(name, drafter, use_relay=drafter.relay is not None))
         if drafter.relay is not None:
             contestants.append(Contestant(f"{name}, relay off", drafter, use_relay=False))
@@ -82,53 +83,48 @@ def contestants_of(
 
 
 def show(record: dict[str, Any], console: Console) -> None:
-    """Print tokens per step of each mode and task, then what was accepted where, and what it took."""
+    """Print tokens per step of each mode and task, then acceptance by position, and times."""
     for mode, groups in record["modes"].items():
         names = list(groups["all"]["contestants"])
         pairs = list(groups["all"]["differences"])
         rows = []
         for task, group in [*groups["by_task"].items(), ("all", groups["all"])]:
-            cells = [_with_interval(group["contestants"][name]["tokens_per_step"]) for name in names]
-            cells += [_with_interval(group["differences"][pair]["difference"], "+.3f") for pair in pairs]
+            cells = [with_interval(group["contestants"][name]["tokens_per_step"], ".3f") for name in names]
+            cells += [with_interval(group["differences"][pair]["difference"], "+.3f") for pair in pairs]
             rows.append([task, str(group["prompts"]), *cells])
         title = f"{mode}: tokens per step [95% interval over prompts]"
         print_table(console, title, ("task", "prompts"), [*names, *pairs], rows)
-        for name, found in groups["all"]["contestants"].items():
-            console.print(f"{name}: {_in_words(found)}", highlight=False, markup=False)
+        for name, figures in groups["all"]["contestants"].items():
+            console.print(f"{name}: {_in_words(figures)}", highlight=False, markup=False)
         for pair in pairs:
-            gain = groups["all"]["differences"][pair]["gain"]
-            low, high = gain["interval_95"]
-            console.print(f"{pair}: {gain['value']:+.1%} [{low:+.1%}, {high:+.1%}]", highlight=False, markup=False)
+            gain = with_interval(groups["all"]["differences"][pair]["gain"], "+.1%")
+            console.print(f"{pair}: {gain}", highlight=False, markup=False)
         if "plain_seconds_per_token" in groups["all"]:
             console.print(f"the target alone: {1e3 * groups['all']['plain_seconds_per_token']:.1f} ms per token")
-    found = record["identity"]
-    if found["compared_with_each_other"]:
-        own = ", ".join(f"{name} {count}" for name, count in found["identical_to_plain"].items())
-        same, compared = found["identical_to_each_other"], found["compared_with_each_other"]
+    identity = record["identity"]
+    if identity["compared_with_each_other"]:
+        own = ", ".join(f"{name} {count}" for name, count in identity["identical_to_plain"].items())
+        same, compared = identity["identical_to_each_other"], identity["compared_with_each_other"]
         console.print(
-            f"Greedy texts: {same} of {compared} the same by all; of {found['compared_with_plain']} compared with the "
-            f"target's own, the same: {own}",
+            f"Greedy texts: {same} of {compared} the same by all; of {identity['compared_with_plain']} compared with "
+            f"the target's own, the same: {own}",
             highlight=False,
         )
     if not is_identical(record):
         console.print("[red]Some greedy texts are NOT identical.[/]")
 
 
-def _in_words(found: dict[str, Any]) -> str:
-    positions = " ".join(f"{rate:.3f}" for rate in found["acceptance_rate_per_position"])
+def _in_words(figures: dict[str, Any]) -> str:
+    positions = " ".join(f"{rate:.3f}" for rate in figures["acceptance_rate_per_position"])
     text = (
-        f"{found['target_forwards_per_token']:.3f} target forwards per token, {found['draft_acceptance_rate']:.1%} of "
-        f"drafts accepted, standard deviation of the accepted length {found['accepted_length_std']:.2f}, "
-        f"{1e3 * found['seconds_per_token']:.1f} ms per token; by position {positions}"
+        f"{figures['target_forwards_per_token']:.3f} target forwards per token, "
+        f"{figures['draft_acceptance_rate']:.1%} of drafts accepted, standard deviation of the accepted "
+        f"length {figures['accepted_length_std']:.2f}, "
+        f"{1e3 * figures['seconds_per_token']:.1f} ms per token; by position {positions}"
     )
-    if "speed_up" in found:
-        text += f"; {_with_interval(found['speed_up'], '.2f')} times as fast as the target alone"
+    if "speed_up" in figures:
+        text += f"; {with_interval(figures['speed_up'], '.2f')} times as fast as the target alone"
     return text
-
-
-def _with_interval(figure: dict[str, Any], form: str = ".3f") -> str:
-    low, high = figure["interval_95"]
-    return f"{figure['value']:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def main(
@@ -165,7 +161,7 @@ def main(
     workload = tasks_in_turn(
         chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
     )
-    for name in (target, drafter, autoregressive, *(one.partition("=")[2] for one in other or [])):
+    for name in (target, drafter, autoregressive, *(option.partition("=")[2] for option in other or [])):
         if name:
             check_name(name)
     use_threads(threads)
@@ -179,7 +175,7 @@ def main(
     answers = answer_all(pair.target, pair.encode, followed, plan)
     conditions = {
         **pair.describe(),
-        "other_drafters": [Path(one.partition("=")[2]).name for one in other or []],
+        "other_drafters": [Path(option.partition("=")[2]).name for option in other or []],
         "classic_draft_model": autoregressive and f"{autoregressive.name}, {draft_tokens} drafts a step",
         "max_new_tokens": max_new_tokens,
         "seeds": seeds,
@@ -189,7 +185,7 @@ def main(
         "interval": "95% bootstrap over prompts",
     }
     # With other drafters, every two are compared, the later with the earlier; otherwise each with "dflash" alone.
-    pairs = combinations([one.name for one in contestants[1:]], 2) if other else ()
+    pairs = combinations([contestant.name for contestant in contestants[1:]], 2) if other else ()
     also = [(later, earlier) for earlier, later in pairs]
     record = {**as_record(answers, "dflash", also), "conditions": run_conditions(prompts=len(workload), **conditions)}
     show(record, console)

@@ -1,8 +1,8 @@
-"""`python -m experiments.four_drafters TARGET OUTPUT`: the experiment on a real target, from prompts to figures.
+"""`python -m experiments.four_drafters TARGET OUTPUT`: four kinds of drafters for a real target.
 
-The target answers prompts; four drafters of one size learn from the same answers in as many updates (DFlash with the
-mask round alone, several rounds without a relay, DFlow, and a classic autoregressive draft model); all decode prompts
-that none was trained on. One process, sized to a time; every stage is written down when it is done and not done again.
+The target answers prompts. Four drafters of the same size learn from these answers in the same number of updates:
+DFlash (mask round only), several rounds without a relay, DFlow, and a classic autoregressive draft model. All decode
+held-out prompts. The run fits a time budget; every finished stage is recorded and not repeated.
 """
 
 import json
@@ -18,6 +18,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experiments.common import read_json, write_record
 from experiments.drafter_stages import KINDS, Recipe, Training, collect
 from hf_dflow import DFlowDrafter
 from hf_dflow.bench.assistant import load_draft_model
@@ -30,37 +31,39 @@ from hf_dflow.errors import DFlowError
 from hf_dflow.training.data import is_held_out
 from hf_dflow.training.prompts import read_prompts
 
-SHARES = {"answers": 0.25, "training": 0.8}  # of the minutes, past which the stage must not go
-SPARE_SECONDS = 15  # for the last prompt's answers and for writing
+SHARES = {"answers": 0.25, "training": 0.8}  # of the minutes; the stage must end by then
+SPARE_SECONDS = 15  # to finish the last prompt and write the record
 RELAY_OFF = "dflow, relay off"
 
 
 class Stages:
-    """What is done, in a file that is whole after every stage.
+    """The finished stages, in a file that is whole after every stage.
 
     Raises:
-        DFlowError: The file is of a run with other settings.
+        DFlowError: The file belongs to a run with other settings.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path, self.record = path, {"settings": settings, "stages": {}}
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
+            earlier = read_json(path)
             now = json.loads(json.dumps(settings))
-            differing = [key for key in now if found["settings"].get(key) != now[key]]
+            differing = [key for key in now if earlier["settings"].get(key) != now[key]]
             if differing:
-                raise DFlowError(f"{path} is of a run with other {', '.join(differing)}; use another output folder")
-            self.record = found
+                raise DFlowError(
+                    f"{path} belongs to a run with other {', '.join(differing)}; use another output folder"
+                )
+            self.record = earlier
 
     def run(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The stage's record with its seconds, from the file if it was done before."""
+        """The record of stage `name` with its seconds; read from the file if the stage is done."""
         stages = self.record["stages"]
         if name not in stages:
             started = time.perf_counter()
             record = work()
             stages[name] = {"seconds": round(time.perf_counter() - started, 2), **record}
             unfinished = self.path.with_suffix(".partial")
-            unfinished.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+            write_record(unfinished, self.record)
             unfinished.replace(self.path)
             typer.echo(f"{name}: {stages[name]['seconds']:.0f} s", err=True)
         return stages[name]
@@ -68,7 +71,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What every process that decodes must know."""
+    """The settings of every process that decodes."""
 
     target: str
     weights: Path
@@ -83,29 +86,29 @@ class Evaluation:
 
 @cache
 def load_target(name: str, dtype: str, device: str) -> Any:
-    """The frozen target, once in each process."""
+    """The frozen target, loaded once in each process."""
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
     return model.to(device).eval().requires_grad_(False)
 
 
 def contestants_of(evaluation: Evaluation, target: Any) -> list[Contestant]:
-    """The drafters as they were written; DFlow's also with its relay off."""
-    found, block_size = [], 8
+    """The trained drafters, DFlow's also with its relay off."""
+    contestants, block_size = [], 8
     for kind in evaluation.kinds:
         folder = evaluation.weights / kind
         if kind == "autoregressive":
-            found.append(classic_contestant(kind, load_draft_model(folder, target), block_size - 1))
+            contestants.append(classic_contestant(kind, load_draft_model(folder, target), block_size - 1))
             continue
         drafter = DFlowDrafter.from_pretrained(folder, dtype=target.dtype).to(target.device).eval()
         block_size = drafter.config.block_size
-        found.append(Contestant(kind, drafter, use_relay=drafter.relay is not None))
+        contestants.append(Contestant(kind, drafter, use_relay=drafter.relay is not None))
         if drafter.relay is not None:
-            found.append(Contestant(RELAY_OFF, drafter, use_relay=False))
-    return found
+            contestants.append(Contestant(RELAY_OFF, drafter, use_relay=False))
+    return contestants
 
 
 def decode_prompts(evaluation: Evaluation, prompts: list[tuple[int, Prompt]]) -> list[Answer]:
-    """Answers to numbered prompts, until the deadline."""
+    """Decode numbered prompts until the deadline."""
     target = load_target(evaluation.target, evaluation.dtype, evaluation.device)
     tokenizer = AutoTokenizer.from_pretrained(evaluation.target)
     plan = Plan(
@@ -124,7 +127,7 @@ def decode_prompts(evaluation: Evaluation, prompts: list[tuple[int, Prompt]]) ->
 
 
 def evaluate(evaluation: Evaluation, prompts: list[Prompt], processes: int) -> dict[str, Any]:
-    """Figures over the prompts, shared among processes: decoding one text at a time leaves a GPU idle."""
+    """Figures over the prompts. Several processes share them, since decoding one text leaves a GPU idle."""
     numbered = list(enumerate(tasks_in_turn(prompts)))
     if processes == 1:
         answers = decode_prompts(evaluation, numbered)
@@ -140,23 +143,23 @@ def evaluate(evaluation: Evaluation, prompts: list[Prompt], processes: int) -> d
 
 
 def held_out_prompts(sources: list[str], limit: int) -> list[Prompt]:
-    """Prompts of the training sources that nothing was trained on; their texts stay out of the record."""
-    found = []
+    """Held-out prompts of the training sources; their texts stay out of the record."""
+    prompts = []
     for source in sources:
-        texts = dict.fromkeys(one.text for one in read_prompts(source) if is_held_out(one.text))
-        found += [Prompt(f"held out of {Path(source).name}", text, is_private=True) for text in list(texts)[:limit]]
-    return found
+        texts = dict.fromkeys(prompt.text for prompt in read_prompts(source) if is_held_out(prompt.text))
+        prompts += [Prompt(f"held out of {Path(source).name}", text, is_private=True) for text in list(texts)[:limit]]
+    return prompts
 
 
 def main(
-    target: Annotated[str, typer.Argument(help="Folder or Hub name, in any dtype; it needs a chat template.")],
-    output: Annotated[Path, typer.Argument(help="For results.json and weights/; continued if it was begun.")],
+    target: Annotated[str, typer.Argument(help="Folder or Hub name; needs a chat template.")],
+    output: Annotated[Path, typer.Argument(help="For results.json and weights/; an unfinished run resumes.")],
     work: Annotated[Path | None, typer.Option(help="For answers and checkpoints; OUTPUT/work by default.")] = None,
     prompts: Annotated[list[str] | None, typer.Option(help="As for hf-dflow data; own by default; repeatable.")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="Ask only so many prompts; 0 for all.")] = 0,
-    minutes: Annotated[float, typer.Option(help="For everything from here on; prompts, updates and tasks adapt.")] = 9,
+    limit: Annotated[int, typer.Option(min=0, help="Answer only so many prompts; 0 for all.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Time budget of the whole run; prompts and updates adapt.")] = 9,
     kinds: Annotated[str, typer.Option(help="Separated by commas; the first is the baseline.")] = ",".join(KINDS),
-    updates: Annotated[int, typer.Option(min=0, help="Of each drafter; 0: as many as the time allows.")] = 0,
+    updates: Annotated[int, typer.Option(min=0, help="Of each drafter; 0: as many as fit the time.")] = 0,
     rows_per_update: int = Recipe.rows_per_update,
     anchors_per_row: int = Recipe.anchors_per_row,
     relay_rounds: int = Recipe.relay_rounds,
@@ -164,7 +167,7 @@ def main(
     block_size: int = Recipe.block_size,
     learning_rate: float = Recipe.learning_rate,
     distillation: float = Recipe.distillation,
-    copy_layers: Annotated[bool, typer.Option(help="Start all drafters from the target's layers.")] = True,
+    copy_layers: Annotated[bool, typer.Option(help="Initialise all drafters from the target's layers.")] = True,
     seed: int = Recipe.seed,
     temperature: Annotated[list[float] | None, typer.Option(help="Of the answers, in turn; 0 and 0.7 by default.")] = (
         None
@@ -175,16 +178,16 @@ def main(
     held_out: Annotated[int, typer.Option(help="Decode so many held-out prompts of each source.")] = 48,
     sampled: Annotated[bool, typer.Option(help="Also decode at T = 1, with both verification rules.")] = True,
     decode_tokens: Annotated[int, typer.Option(help="New tokens of each decoded prompt.")] = 96,
-    decode_dtype: Annotated[str, typer.Option(help="In which greedy texts can be compared: float32.")] = "float32",
-    check_identity: Annotated[int, typer.Option(help="Compare with the target's own text on so many prompts.")] = 6,
-    processes: Annotated[int, typer.Option(min=1, help="That decode at the same time; 8 suit a large GPU.")] = 1,
+    decode_dtype: Annotated[str, typer.Option(help="float32 keeps greedy texts comparable.")] = "float32",
+    check_identity: Annotated[int, typer.Option(help="Compare so many greedy texts with the target's own.")] = 6,
+    processes: Annotated[int, typer.Option(min=1, help="Decoding processes; 8 suit a large GPU.")] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
 ) -> None:
-    """Train and compare the four drafters of the experiment within MINUTES."""
+    """Train and compare the four kinds of drafters within MINUTES."""
     started = time.time()
     chosen = tuple(kinds.split(","))
     if not set(chosen) <= set(KINDS):
-        raise DFlowError(f"--kinds {kinds}: use some of {', '.join(KINDS)}")
+        raise DFlowError(f"--kinds {kinds}: use one or more of {', '.join(KINDS)}")
     use_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "bfloat16" if device == "cuda" else "float32"

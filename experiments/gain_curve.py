@@ -1,8 +1,8 @@
-"""`python -m experiments.gain_curve OUTPUT.json`: DFlow's gain against what the probe saw and how good DFlash was.
+"""`python -m experiments.gain_curve OUTPUT.json`: DFlow's gain against the probe's figures and DFlash's quality.
 
-One point for each task of each pair, or for a lab corpus that has no tasks; everything is read from committed records,
-nothing is measured. Beside the gain over DFlash, which training over several rounds has a share in, stands what is the
-relay's own: the gain over a drafter that was trained over as many rounds without one.
+One point for each task of each pair, or for a lab corpus without tasks; everything is read from committed records. The
+gain over DFlash includes what training over several rounds gives; the gain over `multi_round`, trained over as many
+rounds without a relay, is the relay's own.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ WHOLE = "held-out text"
 
 @dataclass(frozen=True)
 class Point:
-    """One task of one pair: what `hf-dflow probe` saw with the DFlash drafter, and what DFlow gained over it."""
+    """One task of one pair: the probe's figures of the DFlash drafter, and DFlow's gain over it."""
 
     pair: str
     task: str
@@ -45,7 +45,7 @@ class Point:
 
 
 def lab_points(record: dict[str, Any]) -> list[Point]:
-    """Of `python -m experiments.lab report`: each corpus by task, or as a whole where it has none."""
+    """Points of a record of `lab report`: each corpus by task, or as a whole where it has none."""
     return [
         _point(
             corpus,
@@ -55,19 +55,19 @@ def lab_points(record: dict[str, Any]) -> list[Point]:
             entry["dflow"]["gain_over_dflash"],
             entry.get("pairs", {}).get("dflow over multi_round", {}).get("gain"),
         )
-        for corpus, found in record["corpora"].items()
-        for task, entry in _tasks(found).items()
+        for corpus, corpus_record in record["corpora"].items()
+        for task, entry in _tasks(corpus_record).items()
     ]
 
 
-def _tasks(found: dict[str, Any]) -> dict[str, Any]:
-    if found.get("tasks"):
-        return found["tasks"]
-    return {WHOLE: found} if {"probe", "dflow"} <= found.keys() else {}
+def _tasks(corpus_record: dict[str, Any]) -> dict[str, Any]:
+    if corpus_record.get("tasks"):
+        return corpus_record["tasks"]
+    return {WHOLE: corpus_record} if {"probe", "dflow"} <= corpus_record.keys() else {}
 
 
 def pair_points(name: str, evaluation: dict[str, Any], probe: dict[str, Any]) -> list[Point]:
-    """Of `hf-dflow probe`, and of `experiments.eval_drafter` with the contestants "dflash" and "dflow", greedy.
+    """Points of records of `hf-dflow probe` and of a greedy `eval_drafter` with "dflash" and "dflow".
 
     Raises:
         DFlowError: They have no task in common, or the evaluation lacks the two.
@@ -76,18 +76,18 @@ def pair_points(name: str, evaluation: dict[str, Any], probe: dict[str, Any]) ->
     points = []
     for task, group in groups.items():
         if task in probe["by_task"] and "dflow - dflash" in group["differences"]:
-            seen = {key: figure["value"] for key, figure in probe["by_task"][task].items()}
+            probed = {key: figure["value"] for key, figure in probe["by_task"][task].items()}
             gain = group["differences"]["dflow - dflash"]["gain"]
             relay = group["differences"].get("dflow - multi_round", {}).get("gain")
             relay = relay or _inverse(group["differences"].get("multi_round - dflow", {}).get("gain"))
-            points.append(_point(name, task, seen, group["contestants"]["dflash"], gain, relay))
+            points.append(_point(name, task, probed, group["contestants"]["dflash"], gain, relay))
     if not points:
         raise DFlowError(f"{name}: evaluation and probe share no task with greedy runs of dflash and dflow")
     return points
 
 
 def _inverse(gain: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The gain of the other over the one."""
+    """The gain of B over A, from that of A over B."""
     if gain is None:
         return None
     low, high = gain["interval_95"]
@@ -97,7 +97,7 @@ def _inverse(gain: dict[str, Any] | None) -> dict[str, Any] | None:
 def _point(
     pair: str,
     task: str,
-    seen: dict[str, float],
+    probed: dict[str, float],
     dflash: dict[str, Any],
     gain: dict[str, Any],
     relay: dict[str, Any] | None,
@@ -107,9 +107,9 @@ def _point(
     return Point(
         pair,
         task,
-        re_convergence=seen["re_convergence"],
-        rescue_rate=seen["rescue_rate"],
-        largest_gain=seen["largest_gain"],
+        re_convergence=probed["re_convergence"],
+        rescue_rate=probed["rescue_rate"],
+        largest_gain=probed["largest_gain"],
         dflash_tokens_per_step=quality,
         gain=gain["value"],
         interval_95=(low, high),
@@ -119,20 +119,21 @@ def _point(
 
 
 def correlations(points: list[Point], of: str = "gain") -> dict[str, float | None]:
-    """Pearson's r of "gain" or "relay_gain" with each axis, every point that has one counted once.
+    """Pearson's r of "gain" or "relay_gain" with each axis, over the points that have it.
 
-    `None` where one of the two is the same in all points, or fewer than three points have it.
+    `None` where one of the two does not vary, or fewer than three points have it.
     """
-    found: dict[str, float | None] = {}
+    result: dict[str, float | None] = {}
+    points = [point for point in points if getattr(point, of) is not None]
     for axis in AXES:
-        pairs = np.array([[getattr(one, axis), getattr(one, of)] for one in points if getattr(one, of) is not None]).T
+        pairs = np.array([[getattr(point, axis), getattr(point, of)] for point in points]).T
         varies = pairs.size > 4 and bool(np.ptp(pairs, axis=1).all())
-        found[axis] = float(np.corrcoef(pairs)[0, 1]) if varies else None
-    return found
+        result[axis] = float(np.corrcoef(pairs)[0, 1]) if varies else None
+    return result
 
 
 def plot(points: list[Point], path: Path) -> None:
-    """Write a picture with one panel for each axis and gain; bars are the gains' intervals."""
+    """Write a PNG with a panel for each axis and gain; bars are 95% intervals."""
     from matplotlib.figure import Figure
 
     rows = {"gain": "DFlash", "relay_gain": "multi_round"}
@@ -183,37 +184,37 @@ def main(
         list[str] | None, typer.Option(help="NAME=EVALUATION.json,PROBE.json of another pair; repeatable.")
     ] = None,
 ) -> None:
-    """Gather the points of all records, say how the gain goes with each axis, and draw them."""
+    """Collect the points of all records, print and draw them, with their correlations."""
     if output.suffix != ".json":
         raise DFlowError(f"{output}: give a name that ends in .json; the picture takes the same name with .png")
     points = [point for path in lab or [] for point in _points(str(path), lab_points, read_json(path))]
-    for given in pair or []:
-        name, _, files = given.partition("=")
+    for option in pair or []:
+        name, _, files = option.partition("=")
         evaluation, _, probe = files.partition(",")
         if not (name and evaluation and probe):
-            raise DFlowError(f"--pair {given}: give NAME=EVALUATION.json,PROBE.json")
-        points += _points(given, partial(pair_points, name), read_json(Path(evaluation)), read_json(Path(probe)))
+            raise DFlowError(f"--pair {option}: give NAME=EVALUATION.json,PROBE.json")
+        points += _points(option, partial(pair_points, name), read_json(Path(evaluation)), read_json(Path(probe)))
     if len(points) < 2:
-        raise DFlowError(f"{len(points)} points are no curve; give --lab or --pair with more tasks")
-    found, of_relay = correlations(points), correlations(points, "relay_gain")
+        raise DFlowError(f"{len(points)} points make no curve; give --lab or --pair with more tasks")
+    with_gain, with_relay_gain = correlations(points), correlations(points, "relay_gain")
     record = {
         "points": [asdict(point) for point in points],
-        "correlation_with_gain": found,
-        "correlation_with_relay_gain": of_relay,
+        "correlation_with_gain": with_gain,
+        "correlation_with_relay_gain": with_relay_gain,
     }
     write_record(output, record)
     plot(points, output.with_suffix(".png"))
     typer.echo(as_markdown(points))
     for axis, label in AXES.items():
-        said = ("none" if r is None else format(r, ".2f") for r in (found[axis], of_relay[axis]))
-        typer.echo("r with {}: {}; over multi_round: {}".format(label, *said))
+        gain, relay_gain = ("none" if r is None else f"{r:.2f}" for r in (with_gain[axis], with_relay_gain[axis]))
+        typer.echo(f"r with {label}: {gain}; over multi_round: {relay_gain}")
 
 
 def _points(where: str, read: Callable[..., list[Point]], *records: dict[str, Any]) -> list[Point]:
     try:
         return read(*records)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DFlowError(f"{where}: no record of the kind that this option takes ({error!r})") from error
+        raise DFlowError(f"{where}: not a record of the kind that this option takes ({error!r})") from error
 
 
 if __name__ == "__main__":

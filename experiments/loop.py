@@ -1,10 +1,9 @@
-"""`python -m experiments.loop`: our loop, relay and correction off, against transformers' own DFlash loop.
+"""`python -m experiments.loop`: this package's loop, relay and correction off, against transformers' own DFlash loop.
 
-Same target, drafter, prompts and tokens, in one process, by turns. Run it when nothing else runs.
+Same target, drafter, prompts and tokens, in one process, in turn. Run it on an idle machine.
 """
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,11 +18,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common import pass_or_fail
 from hf_dflow import DFlowGenerationConfig
 from hf_dflow.bench.report import bootstrap_interval, run_conditions
 from hf_dflow.bench.runners import Pair, load_pair
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, first_of_each_task, read_prompts
-from hf_dflow.console import JsonOption, use_threads
+from hf_dflow.console import JsonOption, ThreadsOption, use_threads, write_json
 
 LOOPS = ("hf_dflow", "transformers")
 AS_TRANSFORMERS = {"use_relay": False, "use_correction": False}  # which has neither
@@ -34,7 +34,7 @@ DRAFT_WORK = ("embed", "project_context", "context_key_values", "draft_hidden", 
 
 @dataclass
 class Stopwatch:
-    """Adds up the time inside the functions it wraps, none of which calls another."""
+    """Sums the time inside wrapped functions, none of which calls another."""
 
     seconds: float = 0.0
 
@@ -52,12 +52,12 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Timing:
-    """One answer, from the end of the prompt's forward to the end of the call."""
+    """One answer, timed from the end of the prefill to the end of the call."""
 
     new_tokens: list[int]
-    steps: int  # target forwards behind the prompt's
+    steps: int  # target forwards after the prefill
     seconds: float
-    forward_seconds: float  # of them in forwards of target and drafter; 0 where nobody looked
+    forward_seconds: float  # inside forwards of target and drafter; 0 without a stopwatch
 
     @property
     def seconds_per_step(self) -> float:
@@ -80,7 +80,7 @@ def _wrapped(owner: torch.nn.Module, name: str, watch: Stopwatch) -> Iterator[No
 def time_loop(
     pair: Pair, inputs: dict[str, torch.Tensor], loop: str, max_new_tokens: int, watch: Stopwatch | None = None
 ) -> Timing:
-    """Decode with one of `LOOPS`. A `watch` also measures the forwards, at the price of a few microseconds each.
+    """Decode with one of `LOOPS`; a `watch` also times the forwards, which costs a few microseconds each.
 
     Args:
         inputs (`dict[str, torch.Tensor]`): `input_ids` and `attention_mask` of shape `(1, T)`.
@@ -119,7 +119,7 @@ class PromptResult:
 
     @property
     def is_identical(self) -> bool:
-        """Whether both loops wrote the same text in the same number of steps, every time."""
+        """Whether both loops always wrote the same text in the same number of steps."""
         return all(
             pair["hf_dflow"].new_tokens == pair["transformers"].new_tokens
             and pair["hf_dflow"].steps == pair["transformers"].steps
@@ -128,35 +128,37 @@ class PromptResult:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours over transformers' seconds per step, pair by pair."""
+        """Seconds per step of this package over those of transformers, pair by pair."""
         return [pair["hf_dflow"].seconds_per_step / pair["transformers"].seconds_per_step for pair in self.pairs]
 
     @property
     def tokens_per_step(self) -> float:
-        """The first token comes from the prompt's forward, not from a step."""
+        """Emitted tokens over steps; the first token comes from the prefill."""
         first = self.pairs[0]["hf_dflow"]
         return (len(first.new_tokens) - 1) / first.steps
 
 
 def measure(pair: Pair, prompts: list[Prompt], repeats: int, max_new_tokens: int) -> list[PromptResult]:
-    """Time both loops by turns on each prompt; which one goes first changes from pair to pair."""
+    """Time both loops in turn on each prompt; the order alternates."""
     results = [PromptResult(prompt) for prompt in prompts]
     for loop in LOOPS:
-        time_loop(pair, pair.encode(prompts[0].text), loop, max_new_tokens)  # a first call pays for allocations
+        time_loop(
+            pair, pair.encode(prompts[0].text), loop, max_new_tokens
+        )  # warm-up: a first call pays for allocations
     for repeat in range(repeats):
         for index, result in enumerate(results):
             inputs = pair.encode(result.prompt.text)
             order = LOOPS if (repeat + index) % 2 == 0 else LOOPS[::-1]
             timings = {loop: time_loop(pair, inputs, loop, max_new_tokens) for loop in order}
             if timings["hf_dflow"].steps == 0:
-                raise typer.BadParameter(f"no step to time: the answer to {result.prompt.text!r} is one token long")
+                raise typer.BadParameter(f"no step to time: the answer to {result.prompt.text!r} has one token")
             result.pairs.append(timings)
             result.watched.append(time_loop(pair, inputs, "hf_dflow", max_new_tokens, Stopwatch()))
     return results
 
 
 def as_record(results: list[PromptResult], **conditions: Any) -> dict[str, Any]:
-    """Figures, goals, and whether they were met."""
+    """Figures, goals, and whether the goals are met."""
     ratios = np.array([ratio for result in results for ratio in result.ratios])
     interval = bootstrap_interval(len(ratios), lambda chosen: float(np.median(ratios[chosen])))
     own = 1000 * median(timing.own_seconds_per_step for result in results for timing in result.watched)
@@ -209,18 +211,14 @@ def show(record: dict[str, Any], console: Console) -> None:
     low, high = record["median_ratio_95"]
     own = record["own_milliseconds_per_step"]
     console.print(
-        f"{_mark(high <= MAX_RATIO)} seconds per step over transformers' own loop: median of paired ratios "
+        f"{pass_or_fail(high <= MAX_RATIO)} seconds per step over transformers' own loop: median of paired ratios "
         f"{record['median_ratio']:.3f}, 95% interval {low:.3f} … {high:.3f}, goal: upper end ≤ {MAX_RATIO}"
     )
     console.print(
-        f"{_mark(own <= MAX_OWN_MILLISECONDS)} the loop's own time: {own:.2f} ms per step, goal ≤ "
+        f"{pass_or_fail(own <= MAX_OWN_MILLISECONDS)} the loop's own time: {own:.2f} ms per step, goal ≤ "
         f"{MAX_OWN_MILLISECONDS:.0f} ms"
     )
-    console.print(f"{_mark(all(row['text_identical'] for row in record['rows']))} same text in as many steps")
-
-
-def _mark(is_good: bool) -> str:
-    return "[green]PASS[/]" if is_good else "[red]FAIL[/]"
+    console.print(f"{pass_or_fail(all(row['text_identical'] for row in record['rows']))} same text in as many steps")
 
 
 def main(
@@ -229,7 +227,7 @@ def main(
     prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs for each prompt.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Time this package's loop against transformers' own on SmolLM2; exit code 1 if a goal is missed."""
     use_threads(threads)
@@ -238,8 +236,7 @@ def main(
     results = measure(pair, workload, repeats, max_new_tokens)
     record = as_record(results, **pair.describe(), repeats=repeats, max_new_tokens=max_new_tokens)
     show(record, Console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(json_path, record)
     raise typer.Exit(0 if record["passed"] else 1)
 
 

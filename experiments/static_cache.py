@@ -1,13 +1,11 @@
 """`python -m experiments.static_cache`: a static cache, compiled or not, against the dynamic one.
 
-Same target, drafter, prompt and steps, in one process, by turns. The target is a Llama of random weights: how long a
-step takes does not depend on them. Run it when nothing else runs.
+Same target, drafter, prompt and steps, in one process, in turn. The target is a randomly initialised Llama, since the
+time of a step does not depend on weights. Run it on an idle machine.
 """
 
-import json
 import math
 import time
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -18,15 +16,15 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_dflow import DFlowDrafter, DFlowDrafterConfig, DFlowGenerationConfig
 from hf_dflow.bench.report import bootstrap_interval, run_conditions
-from hf_dflow.console import use_threads
+from hf_dflow.console import JsonOption, ThreadsOption, use_threads, write_json
 
 WAYS = ("dynamic", "static", "static, compiled")
-NEW_TOKENS = 32  # as many steps, for random drafts are wrong; then a useless drafter would begin to pause
+NEW_TOKENS = 32  # and as many steps, since random drafts are wrong; with more, a useless drafter would pause
 PROMPT_LENGTH = 32
 
 
 def random_pair(hidden_size: int, layers: int, vocab_size: int, block_size: int) -> tuple[LlamaForCausalLM, Any]:
-    """A target and a drafter that fits it, with random weights."""
+    """A target and its drafter, randomly initialised."""
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -55,7 +53,7 @@ def random_pair(hidden_size: int, layers: int, vocab_size: int, block_size: int)
 
 
 def decode(target: Any, drafter: Any, prompt: torch.Tensor, way: str, mode: str) -> tuple[float, list[int]]:
-    """Seconds per target forward of one call, the prompt's included, and its text."""
+    """Seconds per target forward of one call, the prefill included, and its text."""
     compile_config = CompileConfig(mode=mode)
     compile_config._compile_all_devices = True  # type: ignore[assignment] # transformers compiles on GPUs only
     config = DFlowGenerationConfig(
@@ -74,7 +72,7 @@ def decode(target: Any, drafter: Any, prompt: torch.Tensor, way: str, mode: str)
 
 
 def measure(target: Any, drafter: Any, repeats: int, mode: str) -> dict[str, Any]:
-    """Time the ways by turns."""
+    """Time the three ways in turn."""
     prompt = torch.randint(1, target.config.vocab_size - 1, (1, PROMPT_LENGTH), device=target.device)
     first = {way: decode(target, drafter, prompt, way, mode) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -114,22 +112,22 @@ def show(record: dict[str, Any], console: Console) -> None:
     steps = record["steps_until_compiling_pays"]
     console.print(
         f"compiling takes {record['seconds_of_compiling']:.0f} s, "
-        + ("which is never earned back" if steps is None else f"earned back after {steps} steps")
+        + ("which never pays off" if steps is None else f"which pays off after {steps} steps")
         + f"; same text: {'yes' if record['same_text'] else 'no'}"
     )
 
 
 def main(
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write figures and conditions here.")] = None,
+    json_path: JsonOption = None,
     hidden_size: Annotated[int, typer.Option(min=64)] = 512,
     layers: Annotated[int, typer.Option(min=4)] = 12,
     vocab_size: Annotated[int, typer.Option(min=8)] = 8192,
     block_size: Annotated[int, typer.Option(min=2)] = 8,
     repeats: Annotated[int, typer.Option(min=1)] = 9,
     device: Annotated[str, typer.Option(help="'cpu', or 'cuda' for bfloat16 and CUDA graphs.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
-    """How much compiling on a static cache saves, and what it costs."""
+    """Measure what compiling on a static cache saves, and what it costs."""
     use_threads(threads)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     target, drafter = random_pair(hidden_size, layers, vocab_size, block_size)
@@ -145,8 +143,7 @@ def main(
         compile_mode=mode,
     )
     show(record, Console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(json_path, record)
 
 
 if __name__ == "__main__":

@@ -89,10 +89,10 @@ def test_points_of_both_kinds_of_records_become_one_picture(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "0 points are no curve"),
+        ((), "0 points make no curve"),
         (("--pair", "real=a.json"), "give NAME=EVALUATION.json,PROBE.json"),
         (("--lab", "missing.json"), "missing.json: no JSON record"),
-        (("--lab", "other.json"), "other.json: no record of the kind"),
+        (("--lab", "other.json"), "other.json: not a record of the kind"),
     ],
 )
 def test_what_gives_no_curve_is_said(tmp_path, options, words):

@@ -69,7 +69,7 @@ def test_every_kind_starts_from_one_trunk_and_what_is_done_is_not_done_again(tar
     assert isinstance(told, DFlowError) and "configuration" in str(told)
     shutil.rmtree(output / "trunk")
     again = follow(output, "--target", target, "--recipe", recipe, "--kind", "dflash", "--trunk-updates", "2")
-    assert isinstance(again.exception, DFlowError) and "begun from another trunk" in str(again.exception)
+    assert isinstance(again.exception, DFlowError) and "began from another trunk" in str(again.exception)
 
 
 def without(record, key):
@@ -79,14 +79,14 @@ def without(record, key):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda recipe: [], "no recipe with"),
-        (lambda recipe: without(recipe, "kinds"), "no recipe with"),
+        (lambda recipe: [], "not a recipe with"),
+        (lambda recipe: without(recipe, "kinds"), "not a recipe with"),
         (lambda recipe: without(recipe, "common"), "a recipe needs common"),
         (lambda recipe: {**recipe, "answers": [without(recipe["answers"][0], "batch")]}, "a recipe needs common"),
-        (lambda recipe: {**recipe, "answers": recipe["answers"] * 2}, "names that differ"),
+        (lambda recipe: {**recipe, "answers": recipe["answers"] * 2}, "different names"),
         (lambda recipe: {**recipe, "kinds": {"../out": recipe["kinds"]["dflow"]}}, "names of letters"),
         (lambda recipe: {**recipe, "kinds": {"trunk": recipe["kinds"]["dflow"]}}, "names of letters"),
-        (lambda recipe: {**recipe, "trunk": {**recipe["trunk"], "distillation": 0.5}}, "all need distillation"),
+        (lambda recipe: {**recipe, "trunk": {**recipe["trunk"], "distillation": 0.5}}, "either all or none"),
         (lambda recipe: {**recipe, "kinds": {"other": recipe["kinds"]["dflow"]}}, "use one of other"),
     ],
 )
