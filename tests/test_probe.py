@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_reference import restless_pair
+from restless import restless_pair
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowGenerationConfig

@@ -5,7 +5,8 @@ import pytest
 import torch
 from kit import plain_greedy
 from memorize import memorize
-from test_reference import NEW_TOKENS, fast, restless_pair
+from restless import restless_pair
+from test_reference import NEW_TOKENS, fast
 
 from hf_dflow.reference import draft_block, reference_generate
 

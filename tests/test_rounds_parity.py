@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit import assert_not_vacuous, dflow_greedy
-from test_reference import restless_pair
+from restless import restless_pair
 
 from hf_dflow.generation.drafting import DraftSession
 from hf_dflow.training.packing import Anchors, Sequences

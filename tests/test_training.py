@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from kit import tiny_target
-from test_reference import restless_pair
+from restless import restless_pair
 
 from hf_dflow import DFlowError, DFlowGenerationConfig
 from hf_dflow.generation.drafting import DraftSession
