@@ -1,11 +1,11 @@
-"""Several prompts in one call: rows accept different lengths, and each says what it would say alone. Runs offline."""
+"""Several prompts in one call: rows accept different lengths, and each decodes as if alone. Runs offline."""
 
 import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dflow
-from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, smollm2_folder
+from hf_dflow.bench.smollm2 import smollm2_folder
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
 
 PROMPTS = ["Name three uses of a paper clip.", "Translate to French: good morning", "Write a haiku about rain."]
@@ -16,7 +16,8 @@ parser.add_argument("--tiny", action="store_true", help="the package's tiny pair
 parser.add_argument("--max-new-tokens", type=int, default=48)
 parser.add_argument("prompts", nargs="*")
 arguments = parser.parse_args()
-target_name, drafter_name = (TINY_TARGET, TINY_DRAFTER) if arguments.tiny else (smollm2_folder(), BUNDLED_DRAFTER)
+target_name = TINY_TARGET if arguments.tiny else smollm2_folder()
+drafter_name = TINY_DRAFTER if arguments.tiny else "smollm2-135m-instruct-b8"
 prompts = arguments.prompts or (AIRPORTS if arguments.tiny else PROMPTS)
 
 target = AutoModelForCausalLM.from_pretrained(target_name, dtype="float32")

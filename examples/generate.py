@@ -5,10 +5,10 @@ import argparse
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dflow
-from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, smollm2_folder
+from hf_dflow.bench.smollm2 import smollm2_folder
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--drafter", default=str(BUNDLED_DRAFTER))
+parser.add_argument("--drafter", default="smollm2-135m-instruct-b8", help="folder or Hub name")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 parser.add_argument("prompt", nargs="?", default="Name three uses of a paper clip.")
 arguments = parser.parse_args()

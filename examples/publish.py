@@ -1,7 +1,7 @@
 """Publish a drafter: what would be uploaded, and only with --upload the upload itself. Dry runs work offline.
 
 The card must be finished first: `hf-dflow card new DRAFTER --license … > README.md` begins one, `hf-dflow card check`
-says what it lacks. For an upload, log in with `hf auth login`. The same from a shell: `hf-dflow publish`.
+says what it lacks. To upload, log in with `hf auth login`. The same from a shell: `hf-dflow publish`.
 """
 
 import argparse

@@ -1,13 +1,12 @@
-"""Train a drafter for a model of one's own, from nothing to fewer target forwards. Runs offline in about a minute.
+"""Train a drafter for your own model, from nothing to fewer target forwards. Runs offline in about a minute.
 
 The model is made on the spot and counts: "from 12 by 3 : 15 18 21 …". With a real one, drop `make_target` and give its
 name; the rest stays. The same from a shell: `hf-dflow data TARGET rows.jsonl --prompts prompts.txt`, then
-`hf-dflow train TARGET rows.jsonl --output drafter`.
+`hf-dflow train TARGET rows.jsonl --output run`.
 """
 
 import argparse
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,9 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_dflow
-from hf_dflow.training.commands import data
-from hf_dflow.training.config import PRESETS
-from hf_dflow.training.run import train
+from hf_dflow.training.commands import data, train
 
 NUMBERS, LENGTH = 60, 28
 PROMPTS = [f"from {start} by {step} :" for start in range(NUMBERS) for step in range(1, 8)]
@@ -61,7 +58,7 @@ def make_target(folder: Path, updates: int) -> None:
 
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--folder", type=Path, help="where to leave everything; a temporary one otherwise")
+parser.add_argument("--folder", type=Path, help="where to write everything; a temporary folder by default")
 parser.add_argument("--target-updates", type=int, default=600)
 parser.add_argument("--updates", type=int, default=300)
 parser.add_argument("--rows", type=int, default=len(PROMPTS))
@@ -76,15 +73,13 @@ make_target(target_folder, arguments.target_updates)
 (folder / "prompts.txt").write_text("\n".join(PROMPTS[:: len(PROMPTS) // arguments.rows]))
 data(str(target_folder), folder / "rows.jsonl", prompts=[str(folder / "prompts.txt")], plain=True, max_new_tokens=24)
 
-# 2. Train, resuming by itself if it was interrupted.
-training = replace(PRESETS["cpu"], evaluate_tokens=24).with_updates(arguments.updates)
-report = train(str(target_folder), [folder / "rows.jsonl"], folder / "run", training)
-print(report)
+# 2. Train; an interrupted run resumes.
+train(str(target_folder), [folder / "rows.jsonl"], folder / "run", updates=arguments.updates)
 
 # 3. Use it.
 target = AutoModelForCausalLM.from_pretrained(target_folder)
 tokenizer = AutoTokenizer.from_pretrained(target_folder)
-drafter = hf_dflow.DFlowDrafter.from_pretrained(report.folder, dtype="float32")
+drafter = hf_dflow.DFlowDrafter.from_pretrained(folder / "run" / "drafter", dtype="float32")
 inputs = tokenizer("from 7 by 5 :", return_tensors="pt", return_token_type_ids=False)
 output = target.generate(
     **inputs, assistant_model=drafter, speculation_type="dflow", max_new_tokens=24, return_dict_in_generate=True

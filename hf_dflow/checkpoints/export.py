@@ -18,6 +18,8 @@ from hf_dflow.checkpoints.layout import StoredTensor
 from hf_dflow.checkpoints.speculators import export_speculators
 from hf_dflow.errors import DrafterConfigError
 
+__all__ = ["export_drafter"]
+
 OWN_PARTS = ("relay.", "causal_correction.")
 EXPORTERS = {"dflash": export_dflash, "speculators": export_speculators}
 

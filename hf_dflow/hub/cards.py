@@ -6,6 +6,8 @@ from typing import Any
 
 from hf_dflow._version import __version__
 
+__all__ = ["check_card", "make_card"]
+
 TEMPLATE = Path(__file__).parent / "card_template.md"
 LIBRARY, PIPELINE = "hf_dflow", "text-generation"
 TAGS = ("speculative-decoding", "block-diffusion", "dflow")

@@ -13,6 +13,8 @@ from hf_dflow._version import __version__
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub.cards import check_card, make_card
 
+__all__ = ["CardError", "PublishableDrafter", "Upload", "publish", "write_custom_generate"]
+
 # transformers copies this file elsewhere before running it, so it must be told where the weights are.
 CUSTOM_GENERATE = '''"""Decode with the drafter of this repository: `target.generate(**inputs, custom_generate="{name}",
 trust_remote_code=True)`. The same loop as `assistant_model=drafter, speculation_type="dflow"`."""

@@ -13,6 +13,8 @@ from hf_dflow.checkpoints.names import check_name
 from hf_dflow.console import ThreadsOption, use_threads
 from hf_dflow.errors import DFlowError
 
+__all__ = ["data", "train"]
+
 
 def data(
     target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],

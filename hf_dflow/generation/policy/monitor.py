@@ -28,7 +28,6 @@ from hf_dflow.generation.policy.monitor_report import (
     RECOVERED,
     RouteEvent,
     RouteFigures,
-    in_words,
     prometheus_text,
 )
 from hf_dflow.generation.statistics import AcceptanceStatistics
@@ -334,7 +333,7 @@ class AcceptanceMonitor:
         """Log events, and hand them to the callbacks."""
         for event in events:
             level = logging.WARNING if event.kind in (PLAIN, LOW) else logging.INFO
-            logger.log(level, "%s", in_words(event))
+            logger.log(level, "%s", event)
             for callback in self.on_event:
                 try:
                     callback(event)

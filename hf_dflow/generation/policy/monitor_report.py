@@ -1,10 +1,10 @@
-"""What a monitor says of its routes: figures, events, a line for a log, and Prometheus' text format."""
+"""Figures and events of monitored routes, and Prometheus' text format."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DRAFTING, PLAIN, PROBING = "drafting", "plain", "probing"  # what a route does
-LOW, RECOVERED = "low_acceptance", "acceptance_recovered"  # what else an event can say
+LOW, RECOVERED = "low_acceptance", "acceptance_recovered"  # other kinds of events
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,35 @@ class RouteFigures:
 
 @dataclass(frozen=True)
 class RouteEvent:
-    """Something that a callback is told.
+    """A change of a route, as callbacks get it; as text it is a line for a log.
 
     Args:
         kind (`str`): The state that the route enters ("drafting", "plain", "probing"), or "low_acceptance" and
             "acceptance_recovered" where a threshold was set.
-        figures (`RouteFigures`): Of the route, just before what the event says.
+        figures (`RouteFigures`): Of the route, just before the change.
     """
 
     kind: str
     figures: RouteFigures
+
+    def __str__(self) -> str:
+        figures = self.figures
+        acceptance = "no drafts yet"
+        if figures.tokens_per_step is not None and figures.draft_acceptance_rate is not None:
+            acceptance = (
+                f"{figures.tokens_per_step:.2f} tokens per step, {figures.draft_acceptance_rate:.1%} of drafts accepted"
+            )
+        limit = ""
+        if figures.break_even is not None:
+            limit = f"; drafting pays from {figures.break_even:.2f} tokens per step"
+        change = {
+            PLAIN: "decodes plainly",
+            PROBING: "tries drafting again",
+            DRAFTING: "drafts again",
+            LOW: "accepts less than its threshold",
+            RECOVERED: "is above its threshold again",
+        }[self.kind]
+        return f"Route {figures.route!r} {change}: {acceptance}{limit}."
 
 
 EXPORTED: tuple[tuple[str, str, str, Callable[[RouteFigures], float | None]], ...] = (
@@ -66,20 +85,3 @@ def prometheus_text(figures: Sequence[RouteFigures]) -> str:
 
 def _escaped(label: str) -> str:
     return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def in_words(event: RouteEvent) -> str:
-    """A line for a log."""
-    one, kind = event.figures, event.kind
-    found = "no drafts yet"
-    if one.tokens_per_step is not None and one.draft_acceptance_rate is not None:
-        found = f"{one.tokens_per_step:.2f} tokens per step, {one.draft_acceptance_rate:.1%} of drafts accepted"
-    limit = "" if one.break_even is None else f"; drafting pays from {one.break_even:.2f} tokens per step"
-    does = {
-        PLAIN: "decodes plainly from here on",
-        PROBING: "tries drafting again",
-        DRAFTING: "drafts again",
-        LOW: "accepts less than its threshold",
-        RECOVERED: "is above its threshold again",
-    }[kind]
-    return f"Route {one.route!r} {does}: {found}{limit}."

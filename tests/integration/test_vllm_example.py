@@ -11,7 +11,7 @@ from hf_dflow.bench.runners import Contestant, Mode, decode, load_pair
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import read_prompts
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "serve_with_vllm.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_with_vllm.py"
 NEW_TOKENS = 12
 # Answers with what `answers.json` holds, counts 3 steps of 7 drafts for each, 2 accepted, and notes what it was told.
 STAND_IN = """
