@@ -134,17 +134,12 @@ def eager_mask():
 
 
 @torch.no_grad()
-def oracle_logits(model, token_ids: torch.Tensor, features: torch.Tensor, anchor: int) -> torch.Tensor:
-    """Logits `[L, draft vocabulary]` of the block at position `anchor` of `token_ids` `[1, T]`, from its training path.
-
-    `features` `[1, T, taps * H]` are the tapped states; those from `anchor` on must not matter.
-    """
-    return oracle_block(model, token_ids, features, anchor)[1]
-
-
-@torch.no_grad()
 def oracle_block(model, token_ids: torch.Tensor, features: torch.Tensor, anchor: int):
-    """Final states `[L, H]` behind these logits, and the logits."""
+    """Final states `[L, H]` and logits `[L, vocab]` of the block at position `anchor` of `token_ids` `[1, T]`.
+
+    From its training path. `features` `[1, T, taps * H]` are the tapped states; those from `anchor` on must not matter.
+    Tokens outside a reduced vocabulary have logits of -inf.
+    """
     length = token_ids.shape[1]
     loss_mask = torch.zeros(1, length)
     loss_mask[0, anchor] = 1  # the only anchor that can be chosen
@@ -156,4 +151,7 @@ def oracle_block(model, token_ids: torch.Tensor, features: torch.Tensor, anchor:
         torch.zeros(1, length, dtype=torch.long),
         max_anchors=1,
     )
-    return hidden[0], logits[0]
+    hidden, logits = hidden[0], logits[0]
+    if model.use_draft_vocab:
+        logits = logits.new_full((len(logits), VOCAB_SIZE), -torch.inf).index_copy(1, torch.tensor(DRAFT_VOCAB), logits)
+    return hidden, logits

@@ -2,27 +2,18 @@
 
 import json
 import os
+import shutil
 import tracemalloc
 
 import pytest
 import torch
-from dflash_oracle import edit_config
-from kit import tiny_drafter, tiny_target
+from kit import shared_target, tiny_drafter
+from layouts import Payload, edit, original
 from safetensors.torch import load_file, save_file
 
 from hf_dflow import DFlowDrafter, DrafterConfigError, DrafterWeightsError
 
 HUGE = 2**40
-
-
-class Payload:
-    """Leaves a mark when it is unpickled."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return (type(self.marker).touch, (self.marker,))
 
 
 def weights_of(path):
@@ -61,7 +52,7 @@ def pickle_beside(path):
 
 def remote_code(path):
     (path / "evil.py").write_text(f"from pathlib import Path\nPath({str(path / 'executed')!r}).touch()\n")
-    edit_config(path, auto_map={"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"}, model_type="evil")
+    edit(path, {"auto_map": {"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"}, "model_type": "evil"})
 
 
 def adapter(path):
@@ -81,7 +72,7 @@ def sharded(name):
 def layers(path):
     config = json.loads((path / "config.json").read_text())
     count = 10**5
-    edit_config(path, num_hidden_layers=count, layer_types=config["layer_types"][:1] * count)
+    edit(path, {"num_hidden_layers": count, "layer_types": config["layer_types"][:1] * count})
 
 
 def truncated(kept):
@@ -103,7 +94,7 @@ def long_json(path):
 
 
 def edited(**changes):
-    return lambda path: edit_config(path, **changes)
+    return lambda path: edit(path, changes)
 
 
 def wrong_type(path):
@@ -160,8 +151,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_checkpoint(name, tmp_path, monkeypatch):
     """Bug: a bare KeyError, gigabytes allocated on a file's word, or code of a stranger run."""
-    path = tmp_path / "drafter"
-    tiny_drafter(tiny_target(dtype=torch.float32)).save_pretrained(path)
+    path = shutil.copytree(original("dflow", layers="full"), tmp_path / "drafter")
     break_it, error, named = CASES[name]
     break_it(path)
     monkeypatch.setattr("torch.nn.Module.to", lambda *args, **kwargs: pytest.fail("a model was built"))
@@ -179,18 +169,9 @@ def test_a_bad_checkpoint(name, tmp_path, monkeypatch):
     assert not (path / "executed").exists()
 
 
-def test_the_payload_was_live(tmp_path):
-    """Guards the test above: unpickled, it does leave its mark."""
-    tmp_path.mkdir(exist_ok=True)
-    (tmp_path / "model.safetensors").touch()
-    pickle_only(tmp_path)
-    torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
-    assert (tmp_path / "executed").exists()
-
-
 def test_shards_beside_their_index_load(tmp_path):
     """Bug: the check of shard names refuses what transformers itself writes."""
-    drafter = tiny_drafter(tiny_target(dtype=torch.float32))
+    drafter = tiny_drafter(shared_target(dtype=torch.float32))
     drafter.save_pretrained(tmp_path, max_shard_size="20KB")
     assert not (tmp_path / "model.safetensors").exists()
     loaded = DFlowDrafter.from_pretrained(tmp_path).state_dict()
@@ -199,7 +180,7 @@ def test_shards_beside_their_index_load(tmp_path):
 
 def test_an_attention_kernel_of_a_configuration_object(tmp_path):
     """Bug: AutoModel's configuration, read by transformers, brings "org/kernel" along, which is code from the Hub."""
-    drafter = tiny_drafter(tiny_target(dtype=torch.float32))
+    drafter = tiny_drafter(shared_target(dtype=torch.float32))
     drafter.save_pretrained(tmp_path)
     drafter.config._attn_implementation_internal = "evil/kernel"
     with pytest.raises(DrafterConfigError, match="evil/kernel"):

@@ -3,13 +3,12 @@
 import copy
 import json
 
-import dflash_oracle as tiny
+import dflash_oracle as zlab
 import pytest
-import speculators_oracle as oracle
+import speculators_oracle as speculators
 import torch
 from dflash_oracle import DFLASH2, NUM_TARGET_LAYERS, WINDOW, block_ids, features_of
 from kit import prompt_of
-from test_speculators_format import our_logits, spread
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowDrafter, DFlowDrafterConfig, DrafterConfigError, DrafterWeightsError, cli
@@ -23,14 +22,14 @@ TO_DFLASH = {
     "full, causal": {"full_is_causal": True},
     "sliding, causal": {**SLIDING, "sliding_is_causal": True, "window_is_inclusive": False},
     "sliding, seen from both sides": SLIDING,
-    "scales": tiny.SCALES,
+    "scales": zlab.SCALES,
     "DFlash 2": {**DFLASH2, **SLIDING, "sliding_is_causal": True},
 }
 TO_SPECULATORS = {
     "full": {},
     "sliding": {**SLIDING, "window_from_anchor": True, "sliding_is_causal": True},
     "sliding, not causal": {**SLIDING, "window_from_anchor": True},
-    "reduced vocabulary": {"draft_vocab_size": len(oracle.DRAFT_VOCAB), "output_head": "own"},
+    "reduced vocabulary": {"draft_vocab_size": len(speculators.DRAFT_VOCAB), "output_head": "own"},
     "from the anchor": {"sample_from_anchor": True, "generation_defaults": {"num_draft_tokens": 3}},
     "DFlash 2": {**DFLASH2, **SLIDING, "window_from_anchor": True},
 }
@@ -38,14 +37,14 @@ TO_SPECULATORS = {
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny.tiny_target(seed=7)
+    return zlab.tiny_target(seed=7)
 
 
 def make(target, relay=True, **overrides):
     """A random drafter with all its weights away from their initial values."""
     fields = {
-        **tiny.SIZES,
-        **tiny.DRAFT_CONFIG,
+        **zlab.SIZES,
+        **zlab.DRAFT_CONFIG,
         "num_hidden_layers": 2,
         "layer_types": ["full_attention"] * 2,
         "num_target_layers": NUM_TARGET_LAYERS,
@@ -53,9 +52,9 @@ def make(target, relay=True, **overrides):
         "use_relay": relay,
     }
     drafter = DFlowDrafter(DFlowDrafterConfig(**{**fields, **overrides})).eval()
-    tiny.randomize(drafter, 3)
+    zlab.randomize(drafter, 3)
     if drafter.draft_token_ids is not None:
-        drafter.set_draft_vocabulary(torch.tensor(oracle.DRAFT_VOCAB), target.lm_head.weight)
+        drafter.set_draft_vocabulary(torch.tensor(speculators.DRAFT_VOCAB), target.lm_head.weight)
     return drafter
 
 
@@ -79,8 +78,8 @@ def test_zlabs_reader_computes_the_same(name, tmp_path, target):
     reader = dflash.DFlash2DraftModel if name == "DFlash 2" else dflash.DFlashDraftModel
     theirs, report = reader.from_pretrained(tmp_path / "theirs", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    features, positions = features_of(CONTEXT), torch.arange(CONTEXT + tiny.BLOCK_SIZE)[None]
-    expected = tiny.oracle_hidden(theirs.eval(), target, block_ids(), features, positions)
+    features, positions = features_of(CONTEXT), torch.arange(CONTEXT + zlab.BLOCK_SIZE)[None]
+    expected = zlab.oracle_hidden(theirs.eval(), target, block_ids(), features, positions)
     embeds = drafter.embed(block_ids(), target.get_input_embeddings())
     hidden = drafter(embeds, features, position_ids=positions).last_hidden_state
     torch.testing.assert_close(hidden, expected, atol=TOLERANCE, rtol=TOLERANCE)
@@ -97,26 +96,28 @@ def test_zlabs_reader_computes_the_same(name, tmp_path, target):
 def test_speculators_reader_computes_the_same(name, tmp_path, target):
     """Bug: layers named by our ids, ids where differences belong, a block of one row too few."""
     kind, reader = ("dflash2", "DFlash2DraftModel") if name == "DFlash 2" else ("dflash", "DFlashDraftModel")
-    module = oracle.load_speculators(kind)
+    module = speculators.load_speculators(kind)
     target.save_pretrained(tmp_path / "target")
     drafter = make(target, target_name=str(tmp_path / "target"), **TO_SPECULATORS[name])
     export_drafter(drafter, tmp_path / "theirs", "speculators")
     theirs = getattr(module, reader).from_pretrained(tmp_path / "theirs").eval().double()
     theirs.config.transformer_layer_config._attn_implementation = "eager"
-    theirs._create_mask_fn = oracle.eager_mask()
-    assert theirs.target_layer_ids == [i + 1 for i in tiny.TARGET_LAYER_IDS]
+    theirs._create_mask_fn = speculators.eager_mask()
+    assert theirs.target_layer_ids == [i + 1 for i in zlab.TARGET_LAYER_IDS]
     assert_same(drafter, tmp_path / "theirs")
-    wide, target = drafter.double(), copy.deepcopy(target).double()
+    drafter, target = drafter.double(), copy.deepcopy(target).double()
     token_ids, features = prompt_of(40), features_of(40).double()
     for anchor in (WINDOW - 1, 30):
-        hidden, expected = oracle.oracle_block(theirs, token_ids, features, anchor)
-        expected = spread(expected, theirs.use_draft_vocab)
-        found = our_logits(wide, target, token_ids, features, anchor)
+        their_hidden, expected = speculators.oracle_block(theirs, token_ids, features, anchor)
+        embeds = drafter.embed(block_ids(int(token_ids[0, anchor])), target.get_input_embeddings())
+        hidden = drafter(embeds, features[:, :anchor]).last_hidden_state
+        found = drafter.compute_logits(hidden, target.lm_head)[0]
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
     if kind == "dflash2":
-        ids, scores = theirs.candidate_selector.select(expected[2:3], hidden[2:3], torch.tensor([9]))
-        law = wide.candidate_selector.candidates(hidden[None, 2:3], found[None, 2:3]).logits(0, torch.tensor([9]), 64)
-        torch.testing.assert_close(law[0, ids[0]], scores[0], atol=TOLERANCE, rtol=TOLERANCE)
+        previous = torch.tensor([9])
+        ids, scores = theirs.candidate_selector.select(expected[2:3], their_hidden[2:3], previous)
+        chosen = drafter.candidate_selector.candidates(hidden[:, 2:3], found[None, 2:3]).logits(0, previous, 64)
+        torch.testing.assert_close(chosen[0, ids[0]], scores[0], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("to", ["dflash", "speculators"])
@@ -132,7 +133,7 @@ def test_what_a_layout_lacks_is_kept_aside(to, tmp_path, target):
     assert_same(plain, tmp_path / "correction alone")
     export_drafter(make(target), tmp_path / "with", to)
     export_drafter(make(target, relay=False), tmp_path / "without", to)
-    assert {one.name for one in (tmp_path / "with").glob("*.safetensors")} == {"model.safetensors"}
+    assert {file.name for file in (tmp_path / "with").glob("*.safetensors")} == {"model.safetensors"}
     assert (tmp_path / "with" / "hf_dflow" / "parts.safetensors").exists()
     assert not (tmp_path / "without" / "hf_dflow").exists()
     assert DFlowDrafter.from_pretrained(tmp_path / "with", use_relay=False).relay is None
@@ -158,7 +159,7 @@ def test_what_a_layout_lacks_is_kept_aside(to, tmp_path, target):
         ("gguf", {}, "use one of dflash, speculators"),
     ],
 )
-def test_what_cannot_be_said_is_refused(to, overrides, named, tmp_path, target):
+def test_what_a_layout_cannot_express_is_refused(to, overrides, named, tmp_path, target):
     """Bug: a drafter written as something else than it is, which drafts badly there without any error."""
     with pytest.raises(DrafterConfigError, match=named):
         export_drafter(make(target, **overrides), tmp_path / "out", to)
