@@ -4,7 +4,7 @@ Most tests see what a caller sees and need none of this.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -163,6 +163,19 @@ def script_random_numbers(monkeypatch, uniforms: Callable, draw: Callable, verif
     monkeypatch.setattr(decoder, "draw_uniforms", lambda generators, lengths, device: Uniforms(*uniforms(max(lengths))))
     monkeypatch.setattr(drafting, "draw_tokens", draw)
     monkeypatch.setattr(verification, "verify_block", verify)
+
+
+def script_uniforms(monkeypatch, numbers: Iterator[float]) -> None:
+    """A sampling call of one row takes its random numbers from `numbers`, in [0, 1): drafts, tests, bonus."""
+
+    def scripted(generators, lengths, device):
+        if generators[0] is None:
+            return None
+        (num_drafts,) = lengths
+        drawn = torch.tensor([[next(numbers) for _ in range(2 * num_drafts + 1)]], dtype=torch.float64)
+        return Uniforms(drawn[:, :num_drafts], drawn[:, num_drafts:])
+
+    monkeypatch.setattr(decoder, "draw_uniforms", scripted)
 
 
 # -- lengths and trees
