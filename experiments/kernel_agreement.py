@@ -1,12 +1,10 @@
 """Whether a backend decides as the reference does, where rounding may tip a draw."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from hf_dflow.kernels import torch_ops as reference
-from hf_dflow.kernels.torch_ops import BlockDecision, SparseLogits
+from hf_dflow.kernels import BlockDecision, VerifyInputs, torch_ops
 
 NEAR = 1e-5  # a float32 probability over the largest vocabularies is off by less
 
@@ -29,23 +27,22 @@ class Agreement:
     largest_error: float
 
 
-def compare_decisions(decision: BlockDecision, arguments: dict[str, Any]) -> Agreement:
-    """Compare `decision` with the reference's on the keyword arguments of `verify_block` that led to it."""
-    expected = reference.verify_block(**arguments)
-    exact = reference.verify_block(**{**_in_float64(arguments), "return_residual": True})
+def compare_decisions(decision: BlockDecision, inputs: VerifyInputs) -> Agreement:
+    """Compare `decision` with the reference's on the inputs that led to it."""
+    expected = torch_ops.verify_block(inputs)
     same_length = decision.accepted_length == expected.accepted_length
     differs = ~same_length | (decision.bonus_ids != expected.bonus_ids)
     is_excused = torch.zeros_like(differs)
-    uniforms = arguments["uniforms"]
-    if arguments["rule"] != "greedy":
-        uniforms = uniforms.double()
-        num_drafts = arguments["draft_ids"].shape[1]
-        lengths = arguments.get("lengths")
+    if inputs.rule != "greedy":
+        assert inputs.uniforms is not None  # checked
+        uniforms = inputs.uniforms.double()
+        exact = torch_ops.accept_drafts(_in_float64(inputs), uniforms)
+        num_drafts = inputs.draft_ids.shape[1]
         slots = torch.arange(num_drafts, device=differs.device)
-        active = slots < (num_drafts if lengths is None else lengths[:, None])
+        active = slots < (num_drafts if inputs.lengths is None else inputs.lengths[:, None])
         near_acceptance = ((uniforms[:, :-1] - exact.acceptance_probs).abs() < NEAR) & active
-        assert exact.residual_probs is not None  # asked for
-        near_edge = (exact.residual_probs.cumsum(-1) - uniforms[:, -1:]).abs() < NEAR
+        bonus_probs = exact.bonus_weights / exact.bonus_weights.sum(-1, keepdim=True)
+        near_edge = (bonus_probs.cumsum(-1) - uniforms[:, -1:]).abs() < NEAR
         same_row = same_length & (exact.accepted_length == decision.accepted_length)
         is_excused = near_acceptance.any(-1) | (same_row & near_edge.any(-1))
     errors = (decision.acceptance_probs.double() - expected.acceptance_probs.double()).abs()
@@ -53,16 +50,10 @@ def compare_decisions(decision: BlockDecision, arguments: dict[str, Any]) -> Agr
         num_rows=differs.shape[0],
         num_excluded=int((differs & is_excused).sum()),
         wrong_rows=(differs & ~is_excused).nonzero()[:, 0].tolist(),
-        largest_error=float(errors.max()) if arguments["rule"] == "token" and errors.numel() else 0.0,
+        largest_error=float(errors.max()) if inputs.rule == "token" and errors.numel() else 0.0,
     )
 
 
-def _in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
-    wide = dict(arguments)
-    wide["target_logits"] = arguments["target_logits"].double()
-    law = arguments["draft_logits"]
-    if isinstance(law, SparseLogits):
-        wide["draft_logits"] = SparseLogits(law.ids, law.logits.double())
-    elif law is not None:
-        wide["draft_logits"] = law.double()
-    return wide
+def _in_float64(inputs: VerifyInputs) -> VerifyInputs:
+    draft_logits = None if inputs.draft_logits is None else inputs.draft_logits.double()
+    return replace(inputs, target_logits=inputs.target_logits.double(), draft_logits=draft_logits)

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_dflow.kernels import tiles
+from hf_dflow.kernels import VerifyInputs, triton_tiles
 from hf_dflow.kernels.backends import is_interpreted
-from hf_dflow.kernels.compaction import plan_compaction
-from hf_dflow.kernels.verification import Launch, plan_verification
+from hf_dflow.kernels.triton_compact import plan_compaction
+from hf_dflow.kernels.triton_tiles import Launch
+from hf_dflow.kernels.triton_verify import plan_verification
 
 ARCHITECTURES = (80, 90, 100)
 TYPE_NAMES = {
@@ -63,29 +64,24 @@ class Resources:
 
 def default_launches() -> dict[str, list[Launch]]:
     """The launches of typical cases at B = 1, N = 15 and V = 151,936, on tensors without storage."""
-    batch, num_drafts, vocab, listed = 1, 15, 151_936, 64
+    batch, num_drafts, vocab = 1, 15, 151_936
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    def verification(rule: str, dtype: torch.dtype, law: str = "dense", **more: Any) -> list[Launch]:
-        width = listed if law == "sparse" else vocab
-        plan = plan_verification(
+    def verification(rule: str, dtype: torch.dtype, **more: Any) -> list[Launch]:
+        inputs = VerifyInputs(
+            rule=rule,
             draft_ids=meta(batch, num_drafts, dtype=torch.long),
-            draft_logits=None if law == "point mass" else meta(batch, num_drafts, width, dtype=dtype),
-            listed_ids=meta(batch, num_drafts, listed, dtype=torch.long) if law == "sparse" else None,
+            draft_logits=meta(batch, num_drafts, vocab, dtype=dtype),
             target_logits=meta(batch, num_drafts + 1, vocab, dtype=dtype),
             uniforms=meta(batch, num_drafts + 1, dtype=torch.float64),
-            rule=rule,
-            **more,
         )
-        return plan.launches
+        return plan_verification(replace(inputs, **more)).launches
 
     ragged: dict[str, Any] = {
         "lengths": meta(batch, dtype=torch.long),
-        "temperature": meta(batch),
         "point_mass": meta(batch, num_drafts, dtype=torch.bool),
-        "return_residual": True,
     }
     cases = {
         f"{rule}, {str(dtype).removeprefix('torch.')}": verification(rule, dtype)
@@ -93,8 +89,7 @@ def default_launches() -> dict[str, list[Launch]]:
         for dtype in (torch.float32, torch.bfloat16)
     }
     cases["block, float16, ragged, mixed"] = verification("block", torch.float16, **ragged)
-    cases["block, float32, sparse"] = verification("block", torch.float32, "sparse")
-    cases["token, float32, point mass"] = verification("token", torch.float32, "point mass")
+    cases["token, float32, point mass"] = verification("token", torch.float32, draft_logits=None)
     states = meta(8, 8, 4096, 128, dtype=torch.bfloat16)
     cases["bfloat16 cache"] = [plan_compaction(states, meta(8, 4096, dtype=torch.long), meta(8, dtype=torch.long))]
     return cases
@@ -190,7 +185,7 @@ def main() -> None:
     rows = report()
     if "--json" in sys.argv[1:]:
         versions = {"triton": triton.__version__, "torch": torch.__version__}
-        print(json.dumps({"versions": versions, "block": tiles.BLOCK, "kernels": [asdict(row) for row in rows]}))
+        print(json.dumps({"versions": versions, "block": triton_tiles.BLOCK, "kernels": [asdict(row) for row in rows]}))
         return
     print(f"{'kernel':18}{'case':34}{'target':8}{'registers':>10}{'spills':>8}{'stack':>7}{'shared':>8}{'warps':>7}")
     for row in rows:

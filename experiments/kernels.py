@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ import torch
 
 from experiments.kernel_agreement import compare_decisions
 from hf_dflow.bench.report import run_conditions
-from hf_dflow.kernels import SparseLogits, verify_block
-from hf_dflow.kernels import torch_ops as reference
+from hf_dflow.kernels import VerifyInputs, torch_ops, verify_block
 
 MAX_EXCLUDED = 1e-3  # share of gate rows that may differ where rounding decides
 GOAL_BANDWIDTH = 0.8  # of a device copy, at B = 64
@@ -46,7 +45,7 @@ REAL = Plan((1, 8, 64), (7, 15), (49_152, 151_936), 10_000, (257, 49_152, 151_66
 TRY_OUT = Plan((1,), (1,), (40,), 36, (40,), 1, 2**16)
 
 
-def make_arguments(
+def make_inputs(
     batch: int,
     num_drafts: int,
     vocab: int,
@@ -54,10 +53,9 @@ def make_arguments(
     *,
     device: str,
     dtype: torch.dtype = torch.bfloat16,
-    law: str = "dense",
     seed: int = 0,
-) -> dict[str, Any]:
-    """Arguments of `verify_block`: a peaked target, a drafter that is somewhat off, drafts drawn from its law."""
+) -> VerifyInputs:
+    """A peaked target, a drafter that is somewhat off, drafts drawn from its law."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -66,39 +64,32 @@ def make_arguments(
     target = 6 * normal(batch, num_drafts + 1, vocab)
     draft = (target[:, :-1] + 2 * normal(batch, num_drafts, vocab)).to(dtype)
     noise = torch.rand(draft.shape, generator=generator, device=device).log_().neg_().log_()
-    draft_law: torch.Tensor | SparseLogits | None = draft
-    if law == "sparse":
-        logits, ids = draft.topk(min(64, vocab), dim=-1)
-        draft_law = SparseLogits(ids, logits)
-        draft_ids = ids.gather(-1, (logits - noise[..., : ids.shape[-1]]).argmax(-1, keepdim=True))[..., 0]
-    else:
-        draft_ids = (draft - noise).argmax(-1)
-    return {
-        "draft_ids": draft_ids,
-        "draft_logits": draft_law,
-        "target_logits": target.to(dtype),
-        "uniforms": torch.rand(batch, num_drafts + 1, generator=generator, device=device, dtype=torch.float64),
-        "rule": rule,
-        "lengths": None,
-    }
+    return VerifyInputs(
+        rule=rule,
+        draft_ids=(draft - noise).argmax(-1),
+        draft_logits=draft,
+        target_logits=target.to(dtype),
+        uniforms=torch.rand(batch, num_drafts + 1, generator=generator, device=device, dtype=torch.float64),
+    )
 
 
 def gate(plan: Plan, device: str) -> dict[str, Any]:
     """Compare decisions with the reference's on random rows of every rule, law, format and vocabulary."""
     rows = excluded = 0
     wrong = []
-    configs = [(rule, law) for rule in ("token", "block") for law in ("dense", "sparse")] + [("greedy", "dense")]
+    configs = [(rule, law) for rule in ("token", "block") for law in ("dense", "mixed")] + [("greedy", "dense")]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for vocab in plan.gate_vocabularies:
         for seed, (rule, law) in enumerate(configs):
             batch = max(4, plan.gate_rows // len(configs)) if vocab < 1000 else 8
             num_drafts = 1 + (3 * seed + vocab) % 16 if vocab > 40 else 2
-            arguments = make_arguments(
-                batch, num_drafts, vocab, rule, device=device, dtype=dtypes[seed % 3], law=law, seed=seed
-            )
             lengths = torch.randint(0, num_drafts + 1, (batch,), device=device)
-            arguments["lengths"] = torch.where(lengths < 2, num_drafts, lengths)
-            found = compare_decisions(verify_block(**arguments, backend="triton"), arguments)
+            inputs = replace(
+                make_inputs(batch, num_drafts, vocab, rule, device=device, dtype=dtypes[seed % 3], seed=seed),
+                lengths=torch.where(lengths < 2, num_drafts, lengths),
+                point_mass=torch.rand(batch, num_drafts, device=device) < 0.3 if law == "mixed" else None,
+            )
+            found = compare_decisions(verify_block(inputs, "triton"), inputs)
             rows, excluded = rows + found.num_rows, excluded + found.num_excluded
             if found.wrong_rows:
                 wrong.append({"rule": rule, "law": law, "vocab": vocab, "rows": found.wrong_rows[:10]})
@@ -171,13 +162,13 @@ def copy_bandwidth(clock: Clock, num_bytes: int) -> float:
     return 2 * num_bytes / (1e-6 * clock.graph_us(lambda: target.copy_(source)))
 
 
-def bytes_read(arguments: dict[str, Any]) -> int:
+def bytes_read(inputs: VerifyInputs) -> int:
     """What the rule has to read: both logits once for "token", twice for "block"."""
-    times = 2 if arguments["rule"] == "block" else 1
-    return times * sum(arguments[name].nbytes for name in ("target_logits", "draft_logits"))
+    assert inputs.draft_logits is not None
+    return (2 if inputs.rule == "block" else 1) * (inputs.target_logits.nbytes + inputs.draft_logits.nbytes)
 
 
-def vllm_sampler(arguments: dict[str, Any]) -> Callable[[], Any]:
+def vllm_sampler(inputs: VerifyInputs) -> Callable[[], Any]:
     """vLLM's own rejection sampling (token rule) on the same logits, softmax included as both sides need it.
 
     Raises:
@@ -187,8 +178,10 @@ def vllm_sampler(arguments: dict[str, Any]) -> Callable[[], Any]:
 
     from vllm.v1.sample.rejection_sampler import rejection_sample
 
-    batch, num_drafts = arguments["draft_ids"].shape
-    ids = arguments["draft_ids"].flatten().int().contiguous()
+    batch, num_drafts = inputs.draft_ids.shape
+    assert inputs.draft_logits is not None
+    draft_logits, target_logits = inputs.draft_logits.flatten(0, 1), inputs.target_logits[:, :-1].flatten(0, 1)
+    ids = inputs.draft_ids.flatten().int().contiguous()
     ends = num_drafts * torch.arange(1, batch + 1, device=ids.device, dtype=torch.int32)
     bonus = torch.zeros(batch, 1, dtype=torch.int32, device=ids.device)
     metadata = SimpleNamespace(
@@ -196,28 +189,28 @@ def vllm_sampler(arguments: dict[str, Any]) -> Callable[[], Any]:
     )
 
     def call() -> Any:
-        target = arguments["target_logits"][:, :-1].flatten(0, 1).softmax(-1, dtype=torch.float32)
-        draft = arguments["draft_logits"].flatten(0, 1).softmax(-1, dtype=torch.float32)
+        target = target_logits.softmax(-1, dtype=torch.float32)
+        draft = draft_logits.softmax(-1, dtype=torch.float32)
         return rejection_sample(ids, [num_drafts] * batch, num_drafts, ends, draft, target, bonus, metadata)
 
     return call
 
 
-def measure(clock: Clock, arguments: dict[str, Any], bandwidth: float, is_late: Callable[[], bool]) -> dict[str, Any]:
+def measure(clock: Clock, inputs: VerifyInputs, bandwidth: float, is_late: Callable[[], bool]) -> dict[str, Any]:
     """Time, bandwidth and memory of one shape, and of what it is compared with."""
 
     def in_triton() -> Any:
-        return verify_block(**arguments, backend="triton")
+        return verify_block(inputs, "triton")
 
     def in_torch() -> Any:
-        return reference.verify_block(**arguments)
+        return torch_ops.verify_block(inputs)
 
     microseconds = clock.graph_us(in_triton)
-    achieved = bytes_read(arguments) / (1e-6 * microseconds)
+    achieved = bytes_read(inputs) / (1e-6 * microseconds)
     row: dict[str, Any] = {
         "graph_us": microseconds,
         "eager_us": clock.eager_us(in_triton),
-        "bytes_read": bytes_read(arguments),
+        "bytes_read": bytes_read(inputs),
         "bytes_per_second": achieved,
         "share_of_copy_bandwidth": achieved / bandwidth,
         "peak_bytes": clock.peak_bytes(in_triton),
@@ -225,9 +218,9 @@ def measure(clock: Clock, arguments: dict[str, Any], bandwidth: float, is_late: 
         "torch_peak_bytes": clock.peak_bytes(in_torch),
     }
     row["speedup_over_torch"] = row["torch_us"] / microseconds
-    baselines = {"torch_compile_us": lambda: _compiled(arguments)}
-    if arguments["rule"] == "token":
-        baselines["vllm_us"] = lambda: vllm_sampler(arguments)
+    baselines = {"torch_compile_us": lambda: _compiled(inputs)}
+    if inputs.rule == "token":
+        baselines["vllm_us"] = lambda: vllm_sampler(inputs)
     for name, make in baselines.items():
         if is_late():
             row[name] = "not run: the time budget was spent"
@@ -240,10 +233,10 @@ def measure(clock: Clock, arguments: dict[str, Any], bandwidth: float, is_late: 
     return row
 
 
-def _compiled(arguments: dict[str, Any]) -> Callable[[], Any]:
+def _compiled(inputs: VerifyInputs) -> Callable[[], Any]:
     torch._dynamo.reset()  # after a handful of shapes it would quietly stop compiling
-    compiled = torch.compile(reference.verify_block, dynamic=False)
-    return lambda: compiled(**arguments)
+    compiled = torch.compile(torch_ops.verify_block, dynamic=False)
+    return lambda: compiled(inputs)
 
 
 def goals(rows: list[dict[str, Any]]) -> dict[str, bool]:
@@ -285,8 +278,8 @@ def run(*, output: Path | None = None, device: str = "cuda", budget: float = 330
             for num_drafts in sorted(plan.drafts, reverse=True):
                 for batch in plan.batches:
                     for rule in ("block", "token"):
-                        arguments = make_arguments(batch, num_drafts, vocab, rule, device=device)
-                        row = measure(clock, arguments, bandwidth, lambda: time.monotonic() - start > budget)
+                        inputs = make_inputs(batch, num_drafts, vocab, rule, device=device)
+                        row = measure(clock, inputs, bandwidth, lambda: time.monotonic() - start > budget)
                         rows.append({"batch": batch, "drafts": num_drafts, "vocab": vocab, "rule": rule, **row})
                         print(json.dumps(rows[-1]))
         record["goals"] = goals(rows)

@@ -52,3 +52,13 @@ def _shared_models_stay_unchanged():
     yield
     if "kit" in sys.modules:
         sys.modules["kit"].assert_shared_models_unchanged()
+
+
+@pytest.fixture
+def launched_kernels(monkeypatch):
+    """Names of the Triton kernels that were launched."""
+    from hf_dflow.kernels.triton_tiles import Launch
+
+    names, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch: (names.append(launch.kernel.fn.__name__), run(launch))[1])
+    return names

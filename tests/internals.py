@@ -159,7 +159,7 @@ def relay_of_the_same_step(monkeypatch) -> None:
 
 
 def script_random_numbers(monkeypatch, uniforms: Callable, draw: Callable, verify: Callable) -> None:
-    """`uniforms(num_drafts)` hands out a step's numbers, `draw(logits, uniforms)` drafts, `verify(**kwargs)` judges."""
+    """`uniforms(num_drafts)` hands out numbers, `draw(logits, uniforms)` drafts, `verify(inputs, backend)` decides."""
     monkeypatch.setattr(decoder, "draw_uniforms", lambda generators, lengths, device: Uniforms(*uniforms(max(lengths))))
     monkeypatch.setattr(drafting, "draw_tokens", draw)
     monkeypatch.setattr(verification, "verify_block", verify)

@@ -8,7 +8,7 @@ numbers that reach the wrong draw take it off the branch, which every drive asse
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import internals
 import kit
@@ -18,7 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dflow import DFlowGenerationConfig
-from hf_dflow.kernels import draw_tokens, verify_block
+from hf_dflow.kernels import VerifyInputs, draw_tokens, verify_block
+from hf_dflow.kernels.torch_ops import accept_drafts
 
 VOCAB = 3
 PROMPT = torch.tensor([[1, 2, 1, 1]])  # no 0, which is the padding id
@@ -93,17 +94,16 @@ class _Collector(BaseStreamer):
         pass
 
 
-def outcomes_of(arguments: dict) -> list[Outcome]:
-    """Every way in which `verify_block(**arguments)` can end, with its exact probability."""
-    num_drafts = arguments["draft_ids"].shape[1]
+def outcomes_of(inputs: VerifyInputs) -> list[Outcome]:
+    """Every way in which `verify_block(inputs)` can end, with its exact probability."""
+    num_drafts = inputs.draft_ids.shape[1]
     found = []
     for accepted in range(num_drafts + 1):
         probe = torch.zeros(1, num_drafts + 1, dtype=torch.float64)
         probe[:, accepted:num_drafts] = float(np.nextafter(1.0, 0.0))
-        decision = verify_block(**{**arguments, "uniforms": probe, "return_residual": True})
-        accept = decision.acceptance_probs[0].double().numpy()
+        accept = verify_block(replace(inputs, uniforms=probe)).acceptance_probs[0].double().numpy()
         uniforms = np.where(np.arange(num_drafts) < accepted, accept / 2, (1 + accept) / 2)
-        if arguments["rule"] == "token":
+        if inputs.rule == "token":
             probability = accept[:accepted].prod() * (1 - accept[accepted : accepted + 1]).prod()
             uniforms[accepted + 1 :] = 0.5
         else:
@@ -111,7 +111,8 @@ def outcomes_of(arguments: dict) -> list[Outcome]:
             uniforms[: max(0, accepted - 1)] = 0.5
         if probability < NEVER:
             continue
-        law = decision.residual_probs[0].double().numpy()
+        law = accept_drafts(inputs, probe).bonus_weights[0].double().numpy()
+        law = law / law.sum()
         for bonus in np.flatnonzero(law * probability > NEVER).tolist():
             numbers = torch.tensor([*uniforms, _inside(law, bonus)], dtype=torch.float64)
             found.append(Outcome(accepted, bonus, float(probability * law[bonus]), numbers))
@@ -128,12 +129,13 @@ class Loop:
     """`generate` with scripted random numbers, and everything its steps were seen to do.
 
     Args:
-        alter (`Callable[[dict], dict]`, *optional*): Changes the arguments of `verify_block`, for negative controls.
+        alter (`Callable[[VerifyInputs], VerifyInputs]`, *optional*): Changes what `verify_block` is given, for negative
+            controls.
         options: Of [`DFlowGenerationConfig`].
     """
 
     def __init__(self, monkeypatch, target, drafter, *, alter=None, max_new_tokens: int = 16, **options):
-        self.target, self.drafter, self.alter = target, drafter, alter or (lambda arguments: arguments)
+        self.target, self.drafter, self.alter = target, drafter, alter or (lambda inputs: inputs)
         self.config = DFlowGenerationConfig(**{**PLAIN, "max_new_tokens": max_new_tokens, "pad_token_id": 0, **options})
         internals.script_random_numbers(monkeypatch, self._uniforms, self._draw, self._verify)
 
@@ -173,16 +175,17 @@ class Loop:
         assert token_ids[0].tolist() == list(path), "the loop drafted another path"
         return token_ids
 
-    def _verify(self, **arguments):
-        arguments = self.alter(arguments)
+    def _verify(self, inputs: VerifyInputs, backend: str):
+        inputs = self.alter(inputs)
+        num_drafts = inputs.draft_ids.shape[1]
         step, branch = self.steps[-1], self.script[len(self.steps) - 1]
-        step.outcomes = outcomes_of(arguments)
+        step.outcomes = outcomes_of(inputs)
         step.taken = branch.outcome(step.outcomes)
-        if len(step.taken.uniforms) + arguments["draft_ids"].shape[1] == step.numbers.shape[1]:
-            step.numbers[0, arguments["draft_ids"].shape[1] :] = step.taken.uniforms  # the loop hands these on
+        if len(step.taken.uniforms) + num_drafts == step.numbers.shape[1]:
+            step.numbers[0, num_drafts:] = step.taken.uniforms  # the loop hands these on
         else:  # the block was cut
-            arguments = {**arguments, "uniforms": step.taken.uniforms[None]}
-        decision = verify_block(**arguments)
+            inputs = replace(inputs, uniforms=step.taken.uniforms[None])
+        decision = verify_block(inputs, backend)
         assert (int(decision.accepted_length), int(decision.bonus_ids)) == (step.taken.accepted, step.taken.bonus)
         return decision
 

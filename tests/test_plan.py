@@ -52,9 +52,9 @@ def test_plan_agrees_with_measured_memory(monkeypatch, request, do_sample):
     loaded = live_bytes() - before
     seen, decide = [], verification.verify_block
 
-    def looking(**arguments):
-        decision = decide(**arguments)
-        if "draft_ids" in arguments and arguments["draft_ids"].shape[1]:
+    def looking(inputs, backend):
+        decision = decide(inputs, backend)
+        if inputs.draft_ids.shape[1]:
             seen.append(live_bytes() - before)
         return decision
 

@@ -13,7 +13,7 @@ from experiments import kernels as bench
 from experiments import relay_profile
 from experiments.__main__ import app
 
-pytestmark = kernel_kit.pytestmark_interpreter
+pytestmark = kernel_kit.ignore_numpy_warnings
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -46,8 +46,8 @@ def test_no_figure_without_correctness(output, monkeypatch):
     """Bug: a kernel that is wrong is timed and its speed reported."""
     correct = bench.verify_block
 
-    def off_by_one(**arguments):
-        decision = correct(**arguments)
+    def off_by_one(inputs, backend):
+        decision = correct(inputs, backend)
         decision.bonus_ids.add_(1)
         return decision
 
@@ -60,15 +60,15 @@ def test_no_figure_without_correctness(output, monkeypatch):
 def test_a_broken_baseline_costs_only_its_own_figure(monkeypatch):
     """Bug: a vLLM of another version, or a compile error, ends the run before the record is written."""
 
-    def broken(arguments):
+    def broken(inputs):
         raise ImportError("no module named vllm")
 
     monkeypatch.setattr(bench, "vllm_sampler", broken)
     monkeypatch.setattr(bench, "_compiled", broken)
     clock = bench.Clock("cpu", 1)
-    arguments = bench.make_arguments(1, 1, 20, "token", device="cpu")
+    inputs = bench.make_inputs(1, 1, 20, "token", device="cpu")
     with tiled(block=16):
-        row = bench.measure(clock, arguments, 1.0, lambda: False)
+        row = bench.measure(clock, inputs, 1.0, lambda: False)
     assert row["vllm_us"] == row["torch_compile_us"] == "not run: ImportError: no module named vllm"
 
 

@@ -16,7 +16,6 @@ KERNELS = {
     "_weights_kernel",
     "_residual_kernel",
     "_bonus_kernel",
-    "_law_kernel",
     "_compact_kernel",
 }
 MAX_REGISTERS = 32 * 1024  # of one program: two of them share a multiprocessor

@@ -1,7 +1,7 @@
 """What a target forward decides: which drafts are accepted, and the bonus token."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -9,7 +9,7 @@ from hf_dflow.generation.acceptance import AcceptanceContext
 from hf_dflow.generation.rows import Row
 from hf_dflow.generation.step import Proposal, TargetForward, Verification
 from hf_dflow.generation.uniforms import Uniforms
-from hf_dflow.kernels import verify_block
+from hf_dflow.kernels import VerifyInputs, verify_block
 
 # (row, new token ids [1, k], their scores [1, k, V]) -> whether the row ends with the k-th, given that it did not end
 # before. Asked once for each token, as plain decoding asks its stopping criteria.
@@ -68,19 +68,18 @@ class Verifier:
         self, rows: list[Row], chain: Proposal, scores: torch.Tensor, uniforms: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Accepted lengths `[B]` and bonus tokens `[B]`."""
-        inputs: dict[str, Any] = {
-            "draft_ids": chain.token_ids,
-            "draft_logits": chain.logits,
-            "target_logits": scores,
-            "uniforms": uniforms,
-            "rule": self.rule,
-            "backend": self.backend,
-            "lengths": chain.row_lengths,
-        }
-        decision = verify_block(**inputs)
+        inputs = VerifyInputs(
+            rule=self.rule,
+            draft_ids=chain.token_ids,
+            draft_logits=chain.logits,
+            target_logits=scores,
+            uniforms=uniforms,
+            lengths=chain.row_lengths,
+        )
+        decision = verify_block(inputs, self.backend)
         if chain.num_drafts and any(processor.is_lossy for processor in rows[0].acceptance_processors):
             relaxed = self._relax(rows, chain, scores, decision.acceptance_probs)
-            decision = verify_block(**inputs, acceptance_probs=relaxed)
+            decision = verify_block(replace(inputs, acceptance_probs=relaxed), self.backend)
         return decision.accepted_length, decision.bonus_ids
 
     def _relax(self, rows: list[Row], chain: Proposal, scores: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The LogitsProcessor-style hook: what it may change without changing the law, and what is announced as lossy."""
 
 import logging
+from dataclasses import replace
 
 import batches
 import internals
@@ -75,8 +76,8 @@ def test_any_draft_law_keeps_the_output_law(monkeypatch, three_tokens, rule, pro
 def test_control_a_recycled_token_counted_as_sampled(monkeypatch, three_tokens, rule):
     """Control (A4): a law with weight elsewhere in place of the point mass must be seen."""
 
-    def forget_the_point_mass(arguments):
-        return {**arguments, "draft_logits": torch.zeros_like(arguments["draft_logits"])}
+    def forget_the_point_mass(inputs):
+        return replace(inputs, draft_logits=torch.zeros_like(inputs.draft_logits))
 
     loop = Loop(
         monkeypatch, three_tokens, three_token_drafter(three_tokens), verification=rule, alter=forget_the_point_mass,

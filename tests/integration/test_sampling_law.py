@@ -135,8 +135,8 @@ def test_control_wrong_draft_law(monkeypatch, target, drafter, rule, sabotage):
 def test_control_forced_acceptance(monkeypatch, target, drafter):
     """Control (A3): accepting every draft must be seen."""
 
-    def force(arguments):
-        return {**arguments, "acceptance_probs": torch.ones(arguments["draft_ids"].shape, dtype=torch.float64)}
+    def force(inputs):
+        return replace(inputs, acceptance_probs=torch.ones(inputs.draft_ids.shape, dtype=torch.float64))
 
     assert law_error(Loop(monkeypatch, target, drafter, verification="token", alter=force), 1) > BROKEN
 

@@ -1,6 +1,7 @@
 """The draft law mixed with what the verifier said on rejected rows: the law it must keep, and what it learns."""
 
 import math
+from dataclasses import replace
 
 import kit
 import pytest
@@ -71,9 +72,9 @@ class SharpensAfterwards(StaleMixture):
 def test_control_another_law_in_ratio_and_residual(monkeypatch, target, rule, processor):
     """Control (A4): q changed after sampling must be seen."""
 
-    def other_law(arguments):
-        fits = arguments["draft_ids"].shape[1] and ForgetsTheMixture.own is not None
-        return {**arguments, "draft_logits": ForgetsTheMixture.own} if fits else arguments
+    def other_law(inputs):
+        fits = inputs.draft_ids.shape[1] and ForgetsTheMixture.own is not None
+        return replace(inputs, draft_logits=ForgetsTheMixture.own) if fits else inputs
 
     drafter = three_token_drafter(target)
     loop = Loop(
@@ -86,12 +87,12 @@ def test_control_another_law_in_ratio_and_residual(monkeypatch, target, rule, pr
 def test_control_the_rejected_row_in_the_accept_test(monkeypatch, target, rule):
     """Control (METHOD 3.2): p_stale mixed into p, where it is forbidden, must be seen."""
 
-    def stale_target(arguments):
-        logits = arguments["target_logits"].clone()
+    def stale_target(inputs):
+        logits = inputs.target_logits.clone()
         if logits.shape[1] < 2:
-            return arguments
+            return inputs
         logits[:, 0] = torch.logaddexp(logits[:, 0].log_softmax(-1), logits[:, 1].log_softmax(-1))
-        return {**arguments, "target_logits": logits}
+        return replace(inputs, target_logits=logits)
 
     loop = Loop(
         monkeypatch, target, three_token_drafter(target), verification=rule, alter=stale_target, stale_mixture=True

@@ -1,4 +1,4 @@
-"""`compact_rows` on a GPU: kept rows of a cache move together, in place. The contract is `reference.compact_rows`."""
+"""`compact_rows` on a GPU: kept rows of a cache move together, in place. The contract is in torch_ops.py."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from hf_dflow.kernels.torch_ops import kept_positions
-from hf_dflow.kernels.verification import Launch
+from hf_dflow.kernels.triton_tiles import Launch
 
 BLOCK_T = 64  # positions that are moved together
 BLOCK_D = 128  # of a head's width
@@ -48,7 +48,7 @@ def _compact_kernel(
 
 
 def plan_compaction(states: torch.Tensor, sources: torch.Tensor, counts: torch.Tensor) -> Launch:
-    """The launch that moves `states` `[B, H, T, D]`; arguments are checked already."""
+    """The launch that moves position `sources[b, j]` of `states` `[B, H, T, D]` to `j` for all `j < counts[b]`."""
     batch, heads, length, width = states.shape
     block_d = min(BLOCK_D, triton.next_power_of_2(width))
     arguments = {
@@ -67,29 +67,15 @@ def plan_compaction(states: torch.Tensor, sources: torch.Tensor, counts: torch.T
     return Launch(_compact_kernel, (batch * heads, triton.cdiv(width, block_d)), arguments, {"num_warps": 4})
 
 
-def move_rows(states: torch.Tensor, sources: torch.Tensor, counts: torch.Tensor) -> None:
-    """Move position `sources[b, j]` of `states` `[B, H, T, D]` to `j` for all `j` below `counts[b]`, in place."""
-    if states.numel():
-        plan_compaction(states, sources.contiguous(), counts.contiguous()).run()
-
-
-# What torch.compile sees of a compaction: one opaque call that changes its argument.
-move_rows_op = torch.library.custom_op("hf_dflow::move_rows", move_rows, mutates_args={"states"})
-
-
-@move_rows_op.register_fake
-def _(states, sources, counts):
-    return None
-
-
+@torch.compiler.disable  # a compiled caller breaks its graph here
 @torch.no_grad()
 def compact_rows(states: Sequence[torch.Tensor], keep: torch.Tensor) -> torch.Tensor:
     """The contract of [`~hf_dflow.kernels.torch_ops.compact_rows`], done by the kernel."""
     sources, counts = kept_positions(states, keep)
-    for one in states:  # before anything moves: what was moved once must not be moved again by another backend
-        if one.stride(-1) != 1 and one.shape[-1] > 1:
-            raise ValueError(f"`states` has strides {one.stride()}; the entries of one position must be neighbours.")
-    move = move_rows_op if torch.compiler.is_compiling() else move_rows
-    for one in states:
-        move(one, sources, counts)
+    for tensor in states:  # before anything moves: what was moved once must not be moved again by another backend
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"`states` has strides {tensor.stride()}; the entries of one position must be neighbours.")
+    for tensor in states:
+        if tensor.numel():
+            plan_compaction(tensor, sources.contiguous(), counts).run()
     return counts

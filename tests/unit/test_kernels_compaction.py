@@ -2,18 +2,14 @@
 
 import math
 
-import kernel_kit  # noqa: F401 - sets the interpreter up
 import pytest
 import torch
-import triton.runtime.interpreter as interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_kit import BACKENDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dflow.kernels import compact_rows
-from hf_dflow.kernels import torch_ops as reference
-
-BACKENDS = ("torch", "triton")
+from hf_dflow.kernels import compact_rows, torch_ops
 
 
 def naive(states: torch.Tensor, keep: torch.Tensor) -> list[torch.Tensor]:
@@ -22,12 +18,12 @@ def naive(states: torch.Tensor, keep: torch.Tensor) -> list[torch.Tensor]:
 
 
 def assert_compacts(states: list[torch.Tensor], keep: torch.Tensor, backend: str) -> None:
-    expected = [naive(one.clone(), keep) for one in states]
+    expected = [naive(tensor.clone(), keep) for tensor in states]
     counts = compact_rows(states, keep, backend=backend)
     assert torch.equal(counts, keep.sum(-1))
-    for one, rows in zip(states, expected, strict=True):
-        for row, wanted in zip(one, rows, strict=True):
-            assert torch.equal(row[:, : wanted.shape[1]], wanted)
+    for tensor, expected_rows in zip(states, expected, strict=True):
+        for row, expected_row in zip(tensor, expected_rows, strict=True):
+            assert torch.equal(row[:, : expected_row.shape[1]], expected_row)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -88,16 +84,17 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_copy_of_the_cache(backend, monkeypatch):
     """Bug: a gather of everything, which needs the cache's memory twice at the moment it is fullest."""
-    monkeypatch.setattr(reference, "MOVED_TOGETHER", 64)
+    monkeypatch.setattr(torch_ops, "POSITIONS_AT_ONCE", 64)
     states = torch.randn(1, 2, 1000, 8)
     keep = torch.arange(1000)[None] % 9 != 4
-    with Allocations(states) as seen:
+    with Allocations(states) as allocations:
         compact_rows([states], keep, backend=backend)
-    assert 0 < seen.largest <= 8 * 1000 < states.nbytes / 4  # no more than an index for each position
+    assert 0 < allocations.largest <= 8 * 1000 < states.nbytes / 4  # no more than an index for each position
 
 
 def test_the_kernel_moves_only_what_must_move(monkeypatch):
     """Bug: every call rewrites the whole cache, although holes are near its end."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
     stores = []
     store = interpreter.interpreter_builder.create_masked_store
     monkeypatch.setattr(
@@ -119,6 +116,7 @@ def test_wrong_shapes_are_named(backend):
 
 def test_states_that_a_kernel_cannot_take_are_refused_before_any_moves():
     """Bug: the first tensor is moved, the second refused, and another backend moves the first once more."""
+    pytest.importorskip("triton")
     good = torch.arange(2 * 1 * 6 * 4.0).view(2, 1, 6, 4)
     odd = torch.randn(2, 1, 4, 6).transpose(2, 3)
     keep = torch.tensor([[0, 1, 1, 0, 1, 1]] * 2, dtype=torch.bool)

@@ -1,18 +1,33 @@
-"""What the verification kernels share: how a vocabulary is cut into tiles, and what is computed from one tile."""
+"""What the Triton kernels share: launches, how a vocabulary is cut into tiles, and what is computed from one tile."""
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-POINT_MASS, DENSE, SPARSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the form of a draft law
-LISTED = 64  # entries of a sparse law that are looked at together
-
 BLOCK = 4096  # entries of a tile
 TILES_PER_SPLIT = 4  # the draw reads one split serially, which must stay short beside the pass over a whole row
 PROGRAMS = 512  # about four on each multiprocessor of a large GPU: enough to hide latency
 ROWS = 1  # rows that a program takes together; more of them spare an interpreter time, and a GPU none
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: everything that it takes, so that it can be run here or compiled for another device."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Launch where the tensors lie: Triton takes the current device, which theirs need not be."""
+        device = next(value.device for value in self.arguments.values() if isinstance(value, torch.Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[self.grid](**self.arguments, **self.options)
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,6 @@ def tile_vocabulary(vocab: int, num_rows: int) -> Tiling:
     )
 
 
-def wide_dtype(*tensors: torch.Tensor | None) -> tuple[torch.dtype, tl.dtype]:
-    """float64 where a tensor has it, else float32: as torch and as Triton name it."""
-    is_wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return (torch.float64, tl.float64) if is_wide else (torch.float32, tl.float32)
-
-
 @triton.jit
 def divide(numerator, denominator):
     # Triton's own float32 division is approximate, and x / x must be 1.
@@ -82,21 +91,12 @@ def verified_lengths(lengths_ptr, batch, mask, num_drafts):
 
 
 @triton.jit
-def inverse_temperatures(temperature_ptr, batch, mask, ACC: tl.constexpr):
-    """What to multiply the logits of the entries `batch` `[R]` by."""
-    inverse = tl.where(mask, 1.0, 1.0).to(ACC)
-    if temperature_ptr is not None:
-        inverse = divide(inverse, tl.load(temperature_ptr + batch, mask=mask, other=1.0).to(ACC))
-    return inverse
+def load_logits(ptrs, mask, ACC: tl.constexpr):
+    return tl.load(ptrs, mask=mask, other=float("-inf")).to(ACC)
 
 
 @triton.jit
-def load_logits(ptrs, mask, scale, ACC: tl.constexpr):
-    return tl.load(ptrs, mask=mask, other=float("-inf")).to(ACC) * scale
-
-
-@triton.jit
-def softmax_partials(row_ptrs, is_row, first, end, scale, BLOCK: tl.constexpr, ACC: tl.constexpr):
+def softmax_partials(row_ptrs, is_row, first, end, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """Maximum and sum of exponentials `[R]` of the logits [first, end) of rows `[R]`.
 
     The sum is NaN where an entry is no logit.
@@ -106,7 +106,7 @@ def softmax_partials(row_ptrs, is_row, first, end, scale, BLOCK: tl.constexpr, A
     end = tl.where(tl.max(is_row.to(tl.int32), 0) > 0, end, first)  # a program without rows reads nothing
     for start in range(first, end, BLOCK):
         offsets = (start + tl.arange(0, BLOCK))[None, :]
-        logits = load_logits(row_ptrs[:, None] + offsets, is_row[:, None] & (offsets < end), scale[:, None], ACC)
+        logits = load_logits(row_ptrs[:, None] + offsets, is_row[:, None] & (offsets < end), ACC)
         higher = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf minus -inf would be NaN
         sums = sums * tl.exp(top - base)[:, None] + tl.exp(logits - base[:, None])
@@ -115,50 +115,10 @@ def softmax_partials(row_ptrs, is_row, first, end, scale, BLOCK: tl.constexpr, A
 
 
 @triton.jit
-def combine_partials(cell_ptrs, mask):
+def combine_partials(partials_ptrs, mask):
     """Maximum and sum of exponentials of whole rows `[R, I]` from those of their splits `[R, I, S]`, side by side."""
-    tops = tl.load(cell_ptrs, mask=mask, other=float("-inf"))
-    sums = tl.load(cell_ptrs + 1, mask=mask, other=0.0)
+    tops = tl.load(partials_ptrs, mask=mask, other=float("-inf"))
+    sums = tl.load(partials_ptrs + 1, mask=mask, other=0.0)
     top = tl.max(tops, 2)
     top = tl.where(top == float("-inf"), 0.0, top)
     return top, tl.sum(sums * tl.exp(tops - top[:, :, None]), 2)
-
-
-@triton.jit
-def draft_tile(
-    row_ptrs,
-    ids_ptrs,
-    draft_ids,
-    is_dense,
-    offsets,
-    vocab,
-    top,
-    inverse,
-    scale,
-    num_listed,
-    LAW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LISTED: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """Draft probabilities `[R, BLOCK]` of the tokens `offsets`; a point mass where `is_dense` `[R]` is False."""
-    probs = tl.where(offsets == draft_ids[:, None], 1.0, 0.0).to(ACC)
-    if LAW == DENSE:
-        mask = is_dense[:, None] & (offsets < vocab)
-        logits = load_logits(row_ptrs[:, None] + offsets, mask, scale[:, None], ACC)
-        probs = tl.where(is_dense[:, None], tl.exp(logits - top[:, None]) * inverse[:, None], probs)
-    elif LAW == SPARSE:
-        probs = tl.where(is_dense[:, None], 0.0, probs).to(ACC)
-        low = tl.min(offsets, 1)[:, None]
-        for start in range(0, num_listed, LISTED):
-            listed = (start + tl.arange(0, LISTED))[None, :]
-            mask = is_dense[:, None] & (listed < num_listed)
-            ids = tl.load(ids_ptrs[:, None] + listed, mask=mask, other=-1)
-            is_inside = mask & (ids >= low) & (ids < low + BLOCK)
-            if tl.max(tl.max(is_inside.to(tl.int32), 1), 0) > 0:
-                for k in range(start, tl.minimum(start + LISTED, num_listed)):
-                    logits = load_logits(row_ptrs + k, is_dense, scale, ACC)
-                    ids_k = tl.load(ids_ptrs + k, mask=is_dense, other=-1)
-                    found = (tl.exp(logits - top) * inverse)[:, None]
-                    probs = tl.where(offsets == ids_k[:, None], found, probs)
-    return probs
