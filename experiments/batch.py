@@ -14,8 +14,8 @@ from rich.console import Console
 
 from experiments.common import pass_or_fail
 from hf_dflow import DFlowGenerationConfig
-from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import Pair, load_pair
+from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.bench.pairs import Pair, load_pair
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, read_prompts
 from hf_dflow.console import JsonOption, ThreadsOption, use_threads, write_json
 

@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.progress import track
 
 from experiments.eval_drafter import show
-from hf_dflow.bench.evaluation import Answer, Plan, answer_all, as_record, is_identical, modes_of
+from hf_dflow.bench.answers import Answer, Plan, answer_all
+from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.bench.figures import as_record, is_identical
 from hf_dflow.bench.options import (
     BundledOption,
     DrafterOption,
@@ -30,8 +32,8 @@ from hf_dflow.bench.options import (
     TargetOption,
     TemperaturesOption,
 )
-from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import Contestant, Pair, load_pair
+from hf_dflow.bench.pairs import Pair, load_pair
+from hf_dflow.bench.strategies import Contestant, modes_of
 from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
 from hf_dflow.console import JsonOption, ThreadsOption, errors_in_words, use_threads, writable, write_json
@@ -218,7 +220,7 @@ def main(
     plan = Plan(contestants, modes, max_new_tokens, with_plain=with_plain, check_identity=len(workload))
     console = Console()
     followed = track(list(enumerate(workload)), description="prompts", console=console)
-    answers = answer_all(pair.target, pair.encode, followed, plan)
+    answers = answer_all(pair.target, pair.encode_batch, followed, plan)
     record = as_record(answers, contestants[0].name)
     for mode, groups in record["modes"].items():
         own = [one for one in answers if one.mode.name == mode]

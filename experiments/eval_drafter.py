@@ -12,8 +12,10 @@ from rich.progress import track
 
 from experiments.common import with_interval
 from hf_dflow import DFlowDrafter
+from hf_dflow.bench.answers import Plan, answer_all
 from hf_dflow.bench.assistant import load_draft_model
-from hf_dflow.bench.evaluation import PLAIN, Plan, answer_all, as_record, is_identical, modes_of
+from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.bench.figures import as_record, is_identical
 from hf_dflow.bench.options import (
     BundledOption,
     DrafterOption,
@@ -24,12 +26,13 @@ from hf_dflow.bench.options import (
     TargetOption,
     TemperaturesOption,
 )
-from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import Contestant, Pair, classic_contestant, load_pair
+from hf_dflow.bench.pairs import Pair, load_pair
+from hf_dflow.bench.strategies import PLAIN, Contestant, classic_contestant, modes_of
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
 from hf_dflow.checkpoints.names import check_name
 from hf_dflow.console import (
     JsonOption,
+    ResultTable,
     ThreadsOption,
     errors_in_words,
     print_table,
@@ -93,7 +96,7 @@ def show(record: dict[str, Any], console: Console) -> None:
             cells += [with_interval(group["differences"][pair]["difference"], "+.3f") for pair in pairs]
             rows.append([task, str(group["prompts"]), *cells])
         title = f"{mode}: tokens per step [95% interval over prompts]"
-        print_table(console, title, ("task", "prompts"), [*names, *pairs], rows)
+        print_table(console, ResultTable(title, ("task", "prompts"), [*names, *pairs], rows))
         for name, figures in groups["all"]["contestants"].items():
             console.print(f"{name}: {_in_words(figures)}", highlight=False, markup=False)
         for pair in pairs:
@@ -172,7 +175,7 @@ def main(
     plan = Plan(contestants, modes, max_new_tokens, seeds, plain, check_identity)
     console = report_console()
     followed = track(list(enumerate(workload)), description="prompts", console=console)
-    answers = answer_all(pair.target, pair.encode, followed, plan)
+    answers = answer_all(pair.target, pair.encode_batch, followed, plan)
     conditions = {
         **pair.describe(),
         "other_drafters": [Path(option.partition("=")[2]).name for option in other or []],

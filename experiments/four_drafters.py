@@ -21,10 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from experiments.common import read_json, write_record
 from experiments.drafter_stages import KINDS, Recipe, Training, collect
 from hf_dflow import DFlowDrafter
+from hf_dflow.bench.answers import Answer, Plan, answer_all
 from hf_dflow.bench.assistant import load_draft_model
-from hf_dflow.bench.evaluation import Answer, Plan, answer_all, as_record, modes_of
-from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import Contestant, Mode, classic_contestant, encode_chat
+from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.bench.figures import as_record
+from hf_dflow.bench.pairs import encode_chat
+from hf_dflow.bench.strategies import Contestant, Mode, classic_contestant, modes_of
 from hf_dflow.bench.workloads import Prompt, chosen_prompts, tasks_in_turn
 from hf_dflow.console import use_threads
 from hf_dflow.errors import DFlowError
@@ -119,7 +121,7 @@ def decode_prompts(evaluation: Evaluation, prompts: list[tuple[int, Prompt]]) ->
     )
     return answer_all(
         target,
-        lambda text: encode_chat(tokenizer, text, target.device),
+        lambda texts: encode_chat(tokenizer, texts[0], target.device),
         prompts,
         plan,
         lambda: time.time() > evaluation.deadline,

@@ -21,7 +21,7 @@ from experiments.common import RESULTS, append_line, markdown_table, with_interv
 from experiments.lab import corpora
 from experiments.lab.experiment import DrafterRecipe, Lab, has_relay, measure, prepare_lab, train
 from experiments.lab.target import TargetRecipe
-from hf_dflow.bench.report import run_conditions
+from hf_dflow.bench.conditions import run_conditions
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 RECORD = RESULTS / "headline.jsonl"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from experiments.kernel_agreement import compare_decisions
-from hf_dflow.bench.report import run_conditions
+from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.kernels import VerifyInputs, torch_ops, verify_block
 
 MAX_EXCLUDED = 1e-3  # share of gate rows that may differ where rounding decides

@@ -20,8 +20,9 @@ from rich.table import Table
 
 from experiments.common import pass_or_fail
 from hf_dflow import DFlowGenerationConfig
-from hf_dflow.bench.report import bootstrap_interval, run_conditions
-from hf_dflow.bench.runners import Pair, load_pair
+from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.bench.intervals import bootstrap_interval
+from hf_dflow.bench.pairs import Pair, load_pair
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, first_of_each_task, read_prompts
 from hf_dflow.console import JsonOption, ThreadsOption, use_threads, write_json
 

@@ -18,6 +18,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.bench.intervals import bootstrap_interval
 from hf_dflow.bench.options import (
     BundledOption,
     DrafterOption,
@@ -26,8 +28,8 @@ from hf_dflow.bench.options import (
     ShareGptOption,
     TargetOption,
 )
-from hf_dflow.bench.report import bootstrap_interval, run_conditions
-from hf_dflow.bench.runners import Contestant, Mode, Pair, decode, load_pair
+from hf_dflow.bench.pairs import Pair, load_pair
+from hf_dflow.bench.strategies import Contestant, Mode, decode
 from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.bench.workloads import Prompt, chosen_prompts, tasks_in_turn
 from hf_dflow.console import JsonOption, ThreadsOption, errors_in_words, use_threads, write_json

@@ -12,7 +12,7 @@ import torch
 import typer
 
 import hf_dflow
-from hf_dflow.bench.runners import load_pair
+from hf_dflow.bench.pairs import load_pair
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
 from hf_dflow.console import writable
 

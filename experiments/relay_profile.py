@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from hf_dflow.bench.report import run_conditions
+from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.generation.step import shift_left
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter

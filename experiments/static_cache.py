@@ -15,7 +15,8 @@ from rich.console import Console
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_dflow import DFlowDrafter, DFlowDrafterConfig, DFlowGenerationConfig
-from hf_dflow.bench.report import bootstrap_interval, run_conditions
+from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.bench.intervals import bootstrap_interval
 from hf_dflow.console import JsonOption, ThreadsOption, use_threads, write_json
 
 WAYS = ("dynamic", "static", "static, compiled")

@@ -5,8 +5,9 @@ Nothing here imports torch before it is needed: `--help` must not wait for it.
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,49 +101,82 @@ def report_console() -> Console:
     return console if console.is_terminal else Console(width=UNBOUNDED)
 
 
-def print_table(
-    console: Console,
-    title: str,
-    keys: Sequence[str],
-    measures: Sequence[str],
-    rows: Sequence[Sequence[str]],
-) -> None:
-    """Print rows whose first cells, the `keys`, name what the other cells measure; no cell is ever cut.
-
-    Where the console is too narrow for all `measures`, they are spread over several tables, each with the keys. Where
-    it is too narrow for the keys and one measure, each row becomes lines of its own.
+@dataclass(frozen=True)
+class ResultTable:
+    """A table of text.
 
     Args:
-        rows (`list[list[str]]`): Plain text, one cell for each of keys and measures.
+        keys (`list[str]`): Headings of the first columns, which name what the others measure.
+        measures (`list[str]`): Headings of the others.
+        rows (`list[list[str]]`): One cell for each of keys and measures.
     """
-    headings = [*keys, *measures]
-    num_keys = len(keys)
+
+    title: str
+    keys: Sequence[str]
+    measures: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A sentence below the tables; `style` is rich's, e.g. "yellow" for what the reader should not miss."""
+
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Presentation:
+    """What a command shows of its record: printed by [`show`], and a section of the HTML report.
+
+    Args:
+        conditions (`dict`, *optional*): What the figures were measured under.
+    """
+
+    title: str
+    tables: Sequence[ResultTable]
+    remarks: Sequence[Remark] = ()
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+
+def show(presentation: Presentation, console: Console) -> None:
+    """Print the tables, the remarks, and the conditions."""
+    for table in presentation.tables:
+        print_table(console, table)
+    for remark in presentation.remarks:
+        console.print(Text(remark.text, style=remark.style))
+    if presentation.conditions:
+        console.print(Text(", ".join(f"{name}: {value}" for name, value in presentation.conditions.items())))
+
+
+def print_table(console: Console, table: ResultTable) -> None:
+    """Print a table of which no cell is ever cut.
+
+    Where the console is too narrow for all measures, they are spread over several tables, each with the keys. Where it
+    is too narrow for the keys and one measure, each row becomes lines of its own.
+    """
+    headings, num_keys = [*table.keys, *table.measures], len(table.keys)
     # A cell has a space on both sides and a frame line; one more line closes the table.
-    widths = [max(map(cell_len, column)) + 3 for column in zip(headings, *rows, strict=True)]
+    widths = [max(map(cell_len, column)) + 3 for column in zip(headings, *table.rows, strict=True)]
     room = console.width - 1 - sum(widths[:num_keys])
     if max(widths[num_keys:]) > room:
-        _print_lines(console, title, headings, rows, num_keys)
+        console.print(Text(table.title, style="italic"))
+        for row in table.rows:
+            console.print(Text(", ".join(row[:num_keys]), style="bold"))
+            for heading, cell in zip(table.measures, row[num_keys:], strict=True):
+                console.print(Text(f"  {heading}: {cell}"))
         return
     parts: list[list[int]] = [[]]
     for column in range(num_keys, len(headings)):
         if sum(widths[other] for other in parts[-1]) + widths[column] > room:
             parts.append([])
         parts[-1].append(column)
-    for number, columns in enumerate(parts, start=1):
-        part_title = title if len(parts) == 1 else f"{title} ({number} of {len(parts)})"
-        table = Table(title=Text(part_title), title_justify="left", box=box.SIMPLE_HEAD)
-        for column in [*range(num_keys), *columns]:
-            table.add_column(Text(headings[column]), justify="left" if column < num_keys else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(Text(row[column]) for column in [*range(num_keys), *columns]))
-        console.print(table)
-
-
-def _print_lines(
-    console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int
-) -> None:
-    console.print(Text(title, style="italic"))
-    for row in rows:
-        console.print(Text(", ".join(row[:num_keys]), style="bold"))
-        for heading, cell in zip(headings[num_keys:], row[num_keys:], strict=True):
-            console.print(Text(f"  {heading}: {cell}"))
+    for number, measured in enumerate(parts, start=1):
+        title = table.title if len(parts) == 1 else f"{table.title} ({number} of {len(parts)})"
+        printed = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)
+        columns = [*range(num_keys), *measured]
+        for column in columns:
+            printed.add_column(Text(headings[column]), justify="left" if column < num_keys else "right", no_wrap=True)
+        for row in table.rows:
+            printed.add_row(*(Text(row[column]) for column in columns))
+        console.print(printed)

@@ -26,7 +26,7 @@ from experiments.lab.experiment import (
 from experiments.lab.report import as_markdown, read_results, summarise, summarise_tasks
 from experiments.lab.target import TargetRecipe, answer, prompts
 from hf_dflow import DFlowDrafter
-from hf_dflow.bench.report import run_conditions
+from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.console import JsonOption
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.pair import record_target

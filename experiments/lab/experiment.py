@@ -22,8 +22,8 @@ from experiments.lab.target import (
 )
 from experiments.lab.variants import VARIANTS, VariantTrainer
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig
+from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.bench.probe import probe_text, summarise
-from hf_dflow.bench.report import run_conditions
 from hf_dflow.training.config import Stage, TrainingConfig
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.features import FeatureStore

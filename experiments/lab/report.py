@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.common import markdown_table, with_interval
 from experiments.lab.variants import VARIANTS
-from hf_dflow.bench.report import bootstrap_interval
+from hf_dflow.bench.intervals import bootstrap_interval
 
 BASELINE = "dflash"
 OFF = ", relay off"

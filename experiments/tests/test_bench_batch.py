@@ -6,7 +6,7 @@ import pytest
 from kit import prompt_of, tiny_drafter, tiny_target
 
 from experiments import batch
-from hf_dflow.bench.runners import Pair
+from hf_dflow.bench.pairs import Pair
 from hf_dflow.bench.workloads import Prompt
 
 PROMPTS = [Prompt("chat", "x" * length) for length in (3, 9, 5)]

@@ -7,8 +7,8 @@ import typer
 from typer.testing import CliRunner
 
 from experiments import decisions
-from hf_dflow.bench.evaluation import Answer
-from hf_dflow.bench.runners import Mode, Run
+from hf_dflow.bench.answers import Answer
+from hf_dflow.bench.strategies import Mode, Run
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.generation.policy.costs import StepCosts

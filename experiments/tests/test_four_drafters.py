@@ -15,8 +15,8 @@ from experiments import drafter_stages, four_drafters
 from experiments.drafter_stages import KINDS, Recipe, Training
 from experiments.resident import ResidentFeatures
 from hf_dflow import DFlowDrafter
-from hf_dflow.bench import evaluation
-from hf_dflow.bench.runners import Run
+from hf_dflow.bench import figures as evaluation
+from hf_dflow.bench.strategies import Run
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
 from hf_dflow.training.data import is_held_out, read_rows

@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments import mixture_time
-from hf_dflow.bench.runners import Contestant, Mode, decode, load_pair
+from hf_dflow.bench.pairs import load_pair
+from hf_dflow.bench.strategies import Contestant, Mode, decode
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import read_prompts
 from hf_dflow.errors import DFlowError

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from experiments.picture import NEW_TOKENS, PROMPT, Step, StepRecorder, clearest_relay, decode_steps, draw
-from hf_dflow.bench.runners import load_pair
+from hf_dflow.bench.pairs import load_pair
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "images" / "decode.svg"

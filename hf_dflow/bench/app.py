@@ -1,4 +1,4 @@
-"""`hf-dflow bench run`, `endpoint`, `sweep` and `report`: the options, and what is done with them."""
+"""`hf-dflow bench run`, `endpoint`, `sweep` and `report`: their options, and what is done with them."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,7 +6,6 @@ from typing import Annotated, Any
 import typer
 
 # What needs torch is imported inside the commands: --help must not wait for it.
-from hf_dflow.bench import report_commands
 from hf_dflow.bench.options import (
     DatasetOption,
     DeviceOption,
@@ -19,13 +18,17 @@ from hf_dflow.bench.options import (
     TargetOption,
     TaskOption,
     TemperaturesOption,
+    ThinkingOption,
     TinyOption,
 )
+from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.console import (
     JsonOption,
     ThreadsOption,
     errors_in_words,
     report_console,
+    show,
+    use_threads,
     writable,
     writable_folder,
     write_json,
@@ -58,7 +61,7 @@ def run(
     concurrency: Annotated[int, typer.Option(min=1, help="Prompts decoded together, as one batch.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts, for times.")] = 1,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no prompt after so long.")] = None,
-    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
+    thinking: ThinkingOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
@@ -66,47 +69,48 @@ def run(
     plot: Annotated[Path | None, typer.Option(callback=writable, help="PNG of tokens per step by task.")] = None,
 ) -> None:
     """Measure every strategy on the same prompts, by turns; exit code 1 if a greedy float32 text differs."""
-    from hf_dflow.bench import run_view, suite
+    from hf_dflow.bench import comparison
     from hf_dflow.bench.assistant import load_draft_model
-    from hf_dflow.bench.evaluation import is_identical, modes_of
-    from hf_dflow.bench.runners import load_pair
-    from hf_dflow.bench.tiny import given_or_tiny
-    from hf_dflow.bench.workloads import workload
-    from hf_dflow.console import use_threads
+    from hf_dflow.bench.figures import is_identical
+    from hf_dflow.bench.pairs import dtype_named, load_pair
+    from hf_dflow.bench.strategies import modes_of
+    from hf_dflow.bench.workloads import chosen_workload
 
-    kind = _dtype(dtype)
+    torch_dtype = dtype_named(dtype)
     target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    measured_on = workload(
-        files=prompts or [], jsonl=jsonl or [], dataset=dataset, human_eval=human_eval, otherwise=own_prompts,
-        tasks=task or [], per_task=per_task,
-    )  # fmt: skip
+    workload = chosen_workload(
+        files=prompts,
+        jsonl=jsonl,
+        dataset=dataset,
+        human_eval=human_eval,
+        tasks=task,
+        per_task=per_task,
+        otherwise=own_prompts,
+    )
     use_threads(threads)
-    pair = load_pair(target, drafter, kind, device, thinking)
-    small = load_draft_model(assistant, pair.target) if assistant else None
-    names = strategy or [
-        name
-        for name in suite.STRATEGIES
-        if not (name == "assisted" and small is None) and not (name == "dflow" and pair.drafter.relay is None)
-    ]
+    pair = load_pair(target, drafter, torch_dtype, device, thinking)
+    draft_model = load_draft_model(assistant, pair.target) if assistant else None
+    unavailable = {"assisted": draft_model is None, "dflow": pair.drafter.relay is None}
+    strategies = strategy or [name for name in comparison.STRATEGIES if not unavailable.get(name)]
     console = report_console()
-    if warning := suite.mode_warning(pair):
+    if warning := comparison.mode_warning(pair):
         console.print(f"[yellow]{warning}[/]")
-    record = suite.run(
+    record = comparison.run(
         pair,
-        suite.contestants_of(pair, names, small),
+        comparison.contestants_of(pair, strategies, draft_model),
         modes_of(temperature or [0.0], verification or ["token"]),
-        measured_on.prompts,
-        workload=measured_on.source,
+        workload.prompts,
+        workload=workload.source,
         output_tokens=output_tokens,
         concurrency=concurrency,
         repeats=repeats,
         minutes=minutes,
         console=console,
     )
-    run_view.show(record, console)
+    show(comparison.present(record), console)
     write_json(json_path, record)
     if plot is not None:
-        run_view.plot(record, plot)
+        comparison.plot(record, plot)
     raise typer.Exit(1 if dtype in ("float32", "float64") and not is_identical(record) else 0)
 
 
@@ -131,15 +135,14 @@ def endpoint(
     json_path: JsonOption = None,
 ) -> None:
     """Put a load on an endpoint, key from OPENAI_API_KEY; exit code 1 if a request got no whole answer."""
-    from hf_dflow.bench import endpoint as bench
-    from hf_dflow.bench import endpoint_report as report
-    from hf_dflow.bench.workloads import workload
+    from hf_dflow.bench import endpoint_record
+    from hf_dflow.bench.endpoint import OK, EndpointSettings
+    from hf_dflow.bench.workloads import chosen_workload
 
-    measured_on = workload(
-        files=prompts or [], jsonl=jsonl or [], dataset=dataset, human_eval=human_eval, tasks=task or [],
-        per_task=per_task,
-    )  # fmt: skip
-    settings = bench.EndpointSettings(
+    workload = chosen_workload(
+        files=prompts, jsonl=jsonl, dataset=dataset, human_eval=human_eval, tasks=task, per_task=per_task
+    )
+    settings = EndpointSettings(
         url=endpoint,
         model=model,
         server=server,
@@ -150,11 +153,11 @@ def endpoint(
         stall_seconds=stall_seconds,
         request_seconds=request_seconds,
     )
-    record = report.measure(settings, measured_on.prompts)
-    record["conditions"]["workload"] = measured_on.source
-    report.show(record, report_console())
+    record = endpoint_record.measure(settings, workload.prompts)
+    record["conditions"]["workload"] = workload.source
+    show(endpoint_record.present(record), report_console())
     write_json(json_path, record)
-    raise typer.Exit(0 if set(record["all"]["outcomes"]) == {bench.OK} else 1)
+    raise typer.Exit(0 if set(record["all"]["outcomes"]) == {OK} else 1)
 
 
 @app.command()
@@ -183,41 +186,39 @@ def sweep(
     human_eval: HumanEvalOption = 0,
     per_task: PerTaskOption = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts.")] = 1,
-    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
+    thinking: ThinkingOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
 ) -> None:
     """Find the fastest block size and verification rule for each task and condition, and write them as defaults."""
     from hf_dflow.bench import sweep as bench
-    from hf_dflow.bench.runners import load_pair
-    from hf_dflow.bench.tiny import given_or_tiny
-    from hf_dflow.bench.workloads import workload
-    from hf_dflow.console import use_threads
+    from hf_dflow.bench.pairs import dtype_named, load_pair
+    from hf_dflow.bench.workloads import chosen_workload
 
-    sizes, lengths, together = (_numbers(given, int) for given in (block_size, output_tokens, concurrency))
-    temperatures = _numbers(temperature, float)
-    kind = _dtype(dtype)
+    axes: dict[str, list[Any]] = {
+        "block_sizes": _numbers(block_size, int),
+        "verifications": [rule.strip() for rule in verification.split(",")],
+        "temperatures": _numbers(temperature, float),
+        "output_tokens": _numbers(output_tokens, int),
+        "concurrencies": _numbers(concurrency, int),
+    }
+    torch_dtype = dtype_named(dtype)
     target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    measured_on = workload(
-        files=prompts or [], jsonl=jsonl or [], dataset=dataset, human_eval=human_eval, otherwise=own_prompts,
-        tasks=task or [], per_task=per_task,
-    )  # fmt: skip
+    workload = chosen_workload(
+        files=prompts,
+        jsonl=jsonl,
+        dataset=dataset,
+        human_eval=human_eval,
+        tasks=task,
+        per_task=per_task,
+        otherwise=own_prompts,
+    )
     use_threads(threads)
     console = report_console()
-    record = bench.sweep(
-        load_pair(target, drafter, kind, device, thinking),
-        measured_on.prompts,
-        workload=measured_on.source,
-        block_sizes=sizes,
-        verifications=[rule.strip() for rule in verification.split(",")],
-        temperatures=temperatures,
-        output_tokens=lengths,
-        concurrencies=together,
-        repeats=repeats,
-        console=console,
-    )
-    bench.show(record, console)
+    pair = load_pair(target, drafter, torch_dtype, device, thinking)
+    record = bench.sweep(pair, workload.prompts, **axes, workload=workload.source, repeats=repeats, console=console)
+    show(bench.present(record), console)
     written = bench.write(record, output)
     typer.echo(f"{output / bench.RECORD}: all of it; generation defaults for DFlowGenerationConfig.from_pretrained:")
     for path in written:
@@ -226,19 +227,56 @@ def sweep(
         typer.echo("  none: plain decoding is faster everywhere")
 
 
-app.command()(errors_in_words()(report_commands.report))
+@app.command()
+@errors_in_words()
+def report(
+    records: Annotated[list[Path], typer.Argument(help="JSON of bench run, bench endpoint, plan, cost and probe.")],
+    html: Annotated[Path | None, typer.Option(callback=writable, help="Write all of it as one HTML file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=writable, help="PNG of runs and endpoints side by side.")
+    ] = None,
+    monitor: Annotated[Path | None, typer.Option(help="Prometheus text of an AcceptanceMonitor that served.")] = None,
+    target_licence: Annotated[str | None, typer.Option(help="E.g. apache-2.0.")] = None,
+    drafter_licence: Annotated[str | None, typer.Option(help="E.g. apache-2.0.")] = None,
+    canary: Annotated[str | None, typer.Option(help="What the canary period and its bill showed.")] = None,
+    except_for: Annotated[list[str] | None, typer.Option(help="A condition that runs may differ in.")] = None,
+    allow_open: Annotated[bool, typer.Option("--allow-open", help="Exit with 0 though items are open.")] = False,
+) -> None:
+    """Put records side by side, of this process and of endpoints alike, and end with the rollout checklist.
+
+    Records of different conditions are refused. Exit code 1 while items of the checklist are open.
+    """
+    from hf_dflow.bench import side_by_side
+    from hf_dflow.bench.checklist import checklist
+    from hf_dflow.bench.conditions import refuse_other_loads
+    from hf_dflow.bench.report import read_evidence, read_text, render
+
+    evidence = read_evidence(
+        records,
+        monitor=read_text(monitor) if monitor else None,
+        target_licence=target_licence,
+        drafter_licence=drafter_licence,
+        canary=canary,
+    )
+    loads, names = list(evidence.loads.values()), list(evidence.loads)
+    refuse_other_loads(loads, names, except_for=except_for or [])
+    text = render(evidence, with_plots=html is not None)  # also finds records that are incomplete
+    if html is not None:
+        html.write_text(text, encoding="utf-8")
+    if plot is not None:
+        if not loads:
+            raise DFlowError("--plot draws runs and endpoints; give the record of one")
+        side_by_side.plot(loads, names, plot)
+    if loads:
+        show(side_by_side.present(loads, names), report_console())
+    items = checklist(evidence)
+    for item in items:
+        typer.echo(f"[{'x' if item.is_done else ' '}] {item.text}: {item.evidence}")
+    raise typer.Exit(0 if allow_open or all(item.is_done for item in items) else 1)
 
 
-def _dtype(name: str) -> Any:
-    from hf_dflow.bench.memory import DTYPES
-
-    if name not in DTYPES:
-        raise DFlowError(f"--dtype {name} is unknown; use one of {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _numbers(given: str, kind: Any) -> list[Any]:
+def _numbers(text: str, kind: Any) -> list[Any]:
     try:
-        return [kind(part) for part in given.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError as error:
-        raise DFlowError(f"{given}: give numbers with commas between them") from error
+        raise DFlowError(f"{text}: give numbers with commas between them") from error

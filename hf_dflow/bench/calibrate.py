@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from hf_dflow.bench.runners import Contestant, Mode, Pair, decode
+from hf_dflow.bench.pairs import Pair
+from hf_dflow.bench.strategies import Contestant, Mode, decode
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.mixture import LARGEST_WEIGHT, StaleMixture

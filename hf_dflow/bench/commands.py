@@ -11,13 +11,15 @@ from rich.console import Console
 from hf_dflow.bench.options import (
     DrafterOption,
     HumanEvalOption,
+    PromptFileOption,
     PromptFilesOption,
     ShareGptOption,
     TargetOption,
+    ThinkingOption,
     TinyOption,
 )
 from hf_dflow.bench.tiny import given_or_tiny
-from hf_dflow.console import JsonOption, ThreadsOption, report_console, use_threads, writable, write_json
+from hf_dflow.console import JsonOption, ThreadsOption, report_console, show, use_threads, writable, write_json
 from hf_dflow.errors import DFlowError
 
 
@@ -33,7 +35,7 @@ def demo(
 ) -> None:
     """Decode with SmolLM2-135M plainly, DFlash-style and with DFlow; exit code 1 if any text differs."""
     from hf_dflow.bench import demo as bench
-    from hf_dflow.bench.runners import load_pair
+    from hf_dflow.bench.pairs import load_pair
     from hf_dflow.bench.workloads import DEMO, read_prompts
 
     use_threads(threads)
@@ -53,28 +55,24 @@ def demo(
 def check(
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
+    prompts: PromptFileOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     tiny: TinyOption = False,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
-    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="For the chat template.")] = None,
+    thinking: ThinkingOption = None,
     threads: ThreadsOption = None,
 ) -> None:
     """Compare greedy text with and without a drafter; exit code 1 on a difference that is no rounding."""
-    import torch
-
     from hf_dflow.bench.lossless import FAULT, compare_with_plain
-    from hf_dflow.bench.runners import load_pair
+    from hf_dflow.bench.pairs import dtype_named, load_pair
     from hf_dflow.bench.workloads import DEMO, read_prompts
     from hf_dflow.generation.pair import check_pair
 
     use_threads(threads)
-    types = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-    if dtype not in types:
-        raise DFlowError(f"--dtype {dtype} is unknown; use one of {', '.join(types)}")
+    torch_dtype = dtype_named(dtype)
     target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
     workload = read_prompts(prompts or own_prompts or DEMO)
-    pair = load_pair(target, drafter, types[dtype], thinking=thinking)
+    pair = load_pair(target, drafter, torch_dtype, thinking=thinking)
     check_pair(pair.target, pair.drafter, pair.tokenizer, pair.chat_mode)
     reports = []
     for prompt in workload:
@@ -90,7 +88,7 @@ def check(
 def probe(
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    prompts: Annotated[Path | None, typer.Option(help='JSON file of {"task": ["prompt", …]}.')] = None,
+    prompts: PromptFileOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
     tiny: TinyOption = False,
     json_path: JsonOption = None,
@@ -98,14 +96,14 @@ def probe(
 ) -> None:
     """Say how much the reuse of rejected rows could win at most, for any DFlash or DFlow drafter, by task."""
     from hf_dflow.bench import probe as bench
-    from hf_dflow.bench.runners import load_pair
+    from hf_dflow.bench.pairs import load_pair
     from hf_dflow.bench.workloads import HELD_OUT, read_prompts
 
     use_threads(threads)
     target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
     workload = read_prompts(prompts or own_prompts or HELD_OUT)
     record = bench.probe_prompts(load_pair(target, drafter), workload, max_new_tokens)
-    bench.show(record, report_console())
+    show(bench.present(record), report_console())
     write_json(json_path, record)
 
 
@@ -128,8 +126,8 @@ def calibrate(
     from collections import Counter
 
     from hf_dflow.bench import calibrate as bench
-    from hf_dflow.bench.report import run_conditions
-    from hf_dflow.bench.runners import load_pair
+    from hf_dflow.bench.conditions import run_conditions
+    from hf_dflow.bench.pairs import load_pair
     from hf_dflow.bench.workloads import FITTING, chosen_prompts, read_prompts, tasks_in_turn
 
     bench.own_config(drafter)
@@ -152,10 +150,10 @@ def calibrate(
     if json_path is not None:
         decoding = ", ".join(mode.name for mode in bench.MODES.values())
         tasks = dict(Counter(prompt.task for prompt in workload))
-        told = {"prompts": len(workload), "tasks": tasks, "max_new_tokens": max_new_tokens, "decoding": decoding}
-        conditions = run_conditions(**told, **pair.describe())
-        record = {**result, "conditions": {**conditions, "skipped_prompts": skip}}
-        write_json(json_path, record)
+        conditions = run_conditions(
+            prompts=len(workload), tasks=tasks, max_new_tokens=max_new_tokens, decoding=decoding, **pair.describe()
+        )
+        write_json(json_path, {**result, "conditions": {**conditions, "skipped_prompts": skip}})
     if not dry_run:
         bench.keep(drafter, result["fitted_decisions"])
 
@@ -174,9 +172,9 @@ def plan(
     json_path: JsonOption = None,
 ) -> None:
     """Count the memory of a target with and without its drafter, from their configurations; no weights are read."""
-    from hf_dflow.bench import memory
+    from hf_dflow.bench import memory_plan as bench
 
-    load = memory.Load(
+    load = bench.Load(
         max_model_len=max_model_len,
         prompt_len=prompt_len,
         dtype=dtype,
@@ -184,11 +182,12 @@ def plan(
         tensor_parallel_size=tensor_parallel_size,
         draft_tensor_parallel_size=draft_tensor_parallel_size,
     )
-    counted = memory.make_plan(memory.read_target(target), memory.read_drafter(drafter), load)
-    available = gpu_memory * gpu_memory_utilization * memory.GIB
-    memory.show(counted, available, report_console())
+    counted = bench.make_plan(bench.read_target(target), bench.read_drafter(drafter), load)
+    available = gpu_memory * gpu_memory_utilization * bench.GIB
     conditions = {**vars(load), "target": Path(target).name, "drafter": Path(drafter).name}
-    write_json(json_path, memory.as_record(counted, available, **conditions))
+    record = bench.as_record(counted, available, **conditions)
+    show(bench.present(record), report_console())
+    write_json(json_path, record)
 
 
 def cost(
@@ -211,18 +210,18 @@ def cost(
     """Compare a hosted bill with your own server, with and without drafting; every number is yours or measured."""
     from hf_dflow.bench import cost as bench
 
-    given = zip(bench.MEASURED_FACTORS, (batching_factor, caching_factor), strict=True)
+    factors = {"continuous batching": batching_factor, "prefix caching": caching_factor}
     own = bench.SelfHosted(
         gpu_price_per_hour=gpu_price_per_hour,
         plain_tps=plain_tps,
         drafting_tps=drafting_tps,
         utilisation=utilisation,
         overhead_per_month=overhead_per_month,
-        factors={name: factor for name, factor in given if factor is not None},
+        factors={name: factor for name, factor in factors.items() if factor is not None},
         routed_share=routed_share,
         routed_tps=routed_tps,
     )
     hosted = bench.Hosted(hosted_per_million, hosted_per_second, hosted_plain_tps, hosted_drafting_tps)
     record = bench.compare(hosted, own, monthly_tokens)
-    bench.show(record, report_console())
+    show(bench.present(record), report_console())
     write_json(json_path, {**record, "inputs": {"hosted": vars(hosted), "own": vars(own)}})

@@ -1,13 +1,19 @@
-"""Which results may stand in one table: those that were measured under the same conditions."""
+"""What stands beside every figure, and which records may be compared: those measured under the same conditions."""
 
 import hashlib
+import platform
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+import hf_dflow
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
 
-# What must agree. Engine and strategy are what is compared; versions and processor are said beside the figures.
+# Engine and strategy are what is compared; versions are stated beside the figures.
 MUST_AGREE = (
     "target",
     "quantization",
@@ -24,39 +30,105 @@ MUST_AGREE = (
     "modes",
     "concurrency",
 )
+# What the client of an endpoint decides; the server's target, dtype and machine are stated beside the figures.
+LOAD = {"prompts_sha256": "prompts", "output_tokens": "output tokens", "concurrency": "concurrency"}
+ENDPOINT = "endpoint"  # the engine of records of `hf-dflow bench endpoint`
+NOT_STATED = "not stated"
+
+
+def run_conditions(**more: Any) -> dict[str, Any]:
+    """Versions, processor and threads of this process, and whatever the caller adds or knows better."""
+    return {
+        "versions": {
+            "hf_dflow": hf_dflow.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "decoding": "greedy",
+        "dtype": "float32",
+        **more,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's model name where the system provides it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """Tells workloads apart, whatever their order, without their texts."""
+    """A digest of prompts in any order; it does not reveal their texts."""
     texts = "\0".join(sorted(f"{prompt.task} {prompt.digest}" for prompt in prompts))
     return hashlib.sha256(texts.encode()).hexdigest()[:16]
 
 
+def is_endpoint(record: Mapping[str, Any]) -> bool:
+    """Whether a record is one of `hf-dflow bench endpoint`."""
+    return record.get("conditions", {}).get("engine") == ENDPOINT
+
+
+def temperatures_of(record: Mapping[str, Any]) -> list[str]:
+    """The temperatures of a record's modes, as "T=0", without verification rules."""
+    return list(dict.fromkeys(mode.split(",")[0] for mode in record["conditions"]["modes"]))
+
+
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The conditions in which two records differ, with both values. What a record does not state is a difference."""
-    nothing = "not stated"
-    found = {name: (one.get(name, nothing), other.get(name, nothing)) for name in MUST_AGREE}
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1] or nothing in pair}
+    """The conditions in which two records differ, with both values. A condition that is not stated is a difference."""
+    pairs = {name: (one.get(name, NOT_STATED), other.get(name, NOT_STATED)) for name in MUST_AGREE}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] or NOT_STATED in pair}
 
 
 def refuse_unequal(
     records: Sequence[Mapping[str, Any]], names: Sequence[str], *, except_for: Sequence[str] = ()
 ) -> None:
-    """Refuse to put records side by side that were measured under different conditions.
+    """Refuse to compare runs of this process that were measured under different conditions.
 
     Args:
         records (`list[dict]`): Each with its `conditions`.
         names (`list[str]`): What to call them.
-        except_for (`list[str]`, *optional*): Conditions that are what is compared.
+        except_for (`list[str]`, *optional*): Conditions that may differ.
 
     Raises:
-        DFlowError: Two of them differ, and in what.
+        DFlowError: Two of them differ; the message states in what.
     """
     for record, name in zip(records[1:], names[1:], strict=True):
-        found = differences(records[0].get("conditions", {}), record.get("conditions", {}))
-        told = [f"{key}: {ours!r} / {theirs!r}" for key, (ours, theirs) in found.items() if key not in except_for]
-        if told:
-            raise DFlowError(
-                f"{names[0]} and {name} were measured under different conditions, so they are not compared. "
-                f"{'; '.join(told)}. Measure both again with the same options."
-            )
+        pairs = differences(records[0].get("conditions", {}), record.get("conditions", {}))
+        _refuse(names[0], name, {key: pair for key, pair in pairs.items() if key not in except_for})
+
+
+def refuse_other_loads(
+    records: Sequence[Mapping[str, Any]], names: Sequence[str], *, except_for: Sequence[str] = ()
+) -> None:
+    """Refuse records of runs and endpoints without the same prompts, output tokens, concurrency, and a common
+    temperature. Runs of this process must agree in everything, see [`refuse_unequal`].
+
+    Raises:
+        DFlowError: Two of them differ; the message states in what.
+    """
+    own = [(record, name) for record, name in zip(records, names, strict=True) if not is_endpoint(record)]
+    refuse_unequal([record for record, _ in own], [name for _, name in own], except_for=[*except_for, "modes"])
+    for record, name in zip(records[1:], names[1:], strict=True):
+        both = (records[0], record)
+        pairs = {
+            words: tuple(one["conditions"].get(key, NOT_STATED) for one in both)
+            for key, words in LOAD.items()
+            if key not in except_for
+        }
+        temperatures = [temperatures_of(one) for one in both]
+        if not set(temperatures[0]) & set(temperatures[1]):
+            pairs["temperature"] = tuple(", ".join(names) for names in temperatures)
+        _refuse(names[0], name, {words: pair for words, pair in pairs.items() if pair[0] != pair[1]})
+
+
+def _refuse(one: str, other: str, different: Mapping[str, tuple[Any, ...]]) -> None:
+    if different:
+        values = "; ".join(f"{name}: {ours!r} / {theirs!r}" for name, (ours, theirs) in different.items())
+        raise DFlowError(
+            f"{one} and {other} were measured under different conditions, so they are not compared. {values}. Measure "
+            "both again with the same options."
+        )

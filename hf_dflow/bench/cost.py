@@ -1,7 +1,6 @@
-"""`hf-dflow cost`: hosted against self-hosted, from prices that the user gives and figures that were measured.
+"""`hf-dflow cost`: a hosted bill against your own server, from prices that you give and throughput that you measured.
 
-Nothing here knows a price. A gain in speed lowers the cost of a token only where the bill counts seconds: per token,
-the provider keeps it.
+A gain in speed lowers the cost of a token only where the bill counts seconds; billed per token, the provider keeps it.
 """
 
 import math
@@ -9,17 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from hf_dflow.console import Presentation, Remark, ResultTable
 from hf_dflow.errors import DFlowError
 
 HOURS_A_MONTH = 365.25 * 24 / 12
 MILLION = 1e6
-MEASURED_FACTORS = ("continuous batching", "prefix caching")  # multiply throughput
 
 
-def _check(name: str, value: float | None, low: float = 0.0, high: float = math.inf, *, open_low: bool = True) -> None:
+def _check_number(
+    name: str, value: float | None, low: float = 0.0, high: float = math.inf, *, open_low: bool = True
+) -> None:
     if value is None:
         return
     is_number = isinstance(value, int | float) and math.isfinite(value)
@@ -30,7 +28,7 @@ def _check(name: str, value: float | None, low: float = 0.0, high: float = math.
 
 @dataclass(frozen=True)
 class SelfHosted:
-    """A GPU server of one's own.
+    """Your own GPU server.
 
     Args:
         gpu_price_per_hour (`float`): Of all its GPUs together, in any currency.
@@ -38,7 +36,7 @@ class SelfHosted:
             drafter.
         utilisation (`float`): Share of the paid hours that serve, above 0 to 1.
         overhead_per_month (`float`, *optional*, defaults to 0): Operations: people, storage, monitoring.
-        factors (`dict[str, float]`, *optional*): Measured multipliers of throughput that `*_tps` do not hold yet.
+        factors (`dict[str, float]`, *optional*): Measured gains of throughput that the `*_tps` do not include.
         routed_share (`float`, *optional*, defaults to 0): Measured share of output tokens that a smaller model serves.
         routed_tps (`float`, *optional*): That model's measured output tokens a second on the same server.
 
@@ -56,20 +54,20 @@ class SelfHosted:
     routed_tps: float | None = None
 
     def __post_init__(self):
-        _check("gpu_price_per_hour", self.gpu_price_per_hour)
-        _check("plain_tps", self.plain_tps)
-        _check("drafting_tps", self.drafting_tps)
-        _check("utilisation", self.utilisation, high=1.0)
-        _check("overhead_per_month", self.overhead_per_month, open_low=False)
-        _check("routed_share", self.routed_share, high=1.0, open_low=False)
-        _check("routed_tps", self.routed_tps)
+        _check_number("gpu_price_per_hour", self.gpu_price_per_hour)
+        _check_number("plain_tps", self.plain_tps)
+        _check_number("drafting_tps", self.drafting_tps)
+        _check_number("utilisation", self.utilisation, high=1.0)
+        _check_number("overhead_per_month", self.overhead_per_month, open_low=False)
+        _check_number("routed_share", self.routed_share, high=1.0, open_low=False)
+        _check_number("routed_tps", self.routed_tps)
         for name, factor in self.factors.items():
-            _check(name, factor)
+            _check_number(name, factor)
         if self.routed_share and self.routed_tps is None:
             raise DFlowError(f"routed_share={self.routed_share} without routed_tps; give that model's throughput")
 
     def throughput(self, *, drafting: bool) -> float:
-        """Output tokens a second while serving, all factors in; a mix of models adds up in seconds, not in rates."""
+        """Output tokens a second while serving, with all factors; routing averages seconds per token, not rates."""
         large = (self.drafting_tps if drafting else self.plain_tps) * math.prod(self.factors.values())
         seconds = (1 - self.routed_share) / large
         if self.routed_share and self.routed_tps:
@@ -77,23 +75,23 @@ class SelfHosted:
         return 1 / seconds
 
     def price_per_million(self, *, drafting: bool) -> float:
-        """Of output tokens, without operations."""
+        """Price of a million output tokens, operations not included."""
         tokens_an_hour = 3600 * self.throughput(drafting=drafting) * self.utilisation
         return self.gpu_price_per_hour / tokens_an_hour * MILLION
 
     def tokens_a_month(self, *, drafting: bool) -> float:
-        """What one server can write."""
+        """Output tokens that one server can write in a month."""
         return 3600 * HOURS_A_MONTH * self.throughput(drafting=drafting) * self.utilisation
 
     def cost_of_month(self, tokens: float, *, drafting: bool) -> float:
-        """Of `tokens` output tokens, on as many servers as they need, each paid for the whole month."""
+        """Cost of `tokens` output tokens on as many servers as they need, each paid for the whole month."""
         servers = max(1, math.ceil(tokens / self.tokens_a_month(drafting=drafting) - 1e-9))
         return servers * self.gpu_price_per_hour * HOURS_A_MONTH + self.overhead_per_month
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """A provider's bill: either price, not both.
+    """A provider's bill, per token or per second.
 
     Args:
         price_per_million (`float`, *optional*): Of output tokens.
@@ -111,7 +109,7 @@ class Hosted:
 
     def __post_init__(self):
         for name in ("price_per_million", "price_per_second", "plain_tps", "drafting_tps"):
-            _check(name, getattr(self, name))
+            _check_number(name, getattr(self, name))
         if (self.price_per_million is None) == (self.price_per_second is None):
             raise DFlowError("give the hosted price either per million output tokens or per second")
         if self.price_per_second is not None and self.plain_tps is None:
@@ -121,8 +119,8 @@ class Hosted:
     def unit(self) -> str:
         return "token" if self.price_per_second is None else "second"
 
-    def million(self, *, drafting: bool) -> float | None:
-        """Price of a million output tokens; `None` where its throughput was not measured."""
+    def effective_price_per_million(self, *, drafting: bool) -> float | None:
+        """Price of a million output tokens; `None` where the throughput was not measured."""
         if self.price_per_second is None:
             return self.price_per_million
         tps = self.drafting_tps if drafting else self.plain_tps
@@ -131,49 +129,49 @@ class Hosted:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Output tokens a month at which one's own servers cost as much as the hosted bill.
+    """Output tokens a month at which your own servers cost as much as the hosted bill.
 
-    Servers are paid for by the month, so the cost is a staircase: behind the edge of a full server the hosted bill may
-    be the lower one again.
+    Servers are paid by the month, so their cost is a staircase: just past a full server, the hosted bill may be the
+    lower one again.
     """
 
-    first: float  # from here on, one's own is the cheaper, up to the edge of the servers that it takes
-    for_good: float  # from here on it stays so
+    first: float  # the smallest volume at which your own servers are cheaper
+    for_good: float  # from this volume on they stay cheaper
 
 
 def break_even(hosted_million: float, own: SelfHosted, *, drafting: bool) -> BreakEven | None:
-    """Where the two bills meet; `None` if a full server of one's own costs more than the same tokens hosted."""
+    """Where the two bills are equal; `None` if even a fully used server costs more than the same tokens hosted."""
     capacity, price = own.tokens_a_month(drafting=drafting), hosted_million / MILLION
-    # In tokens: what a server, and what operations cost, at the hosted price.
+    # What a server and operations cost, as hosted tokens for the same money.
     server, overhead = own.gpu_price_per_hour * HOURS_A_MONTH / price, own.overhead_per_month / price
     gain = capacity - server
     if gain <= 0:
         return None
     # n servers cost n * server + overhead, and write n * capacity: n >= overhead / gain is the first that pays at all.
     first = max(1, math.ceil(overhead / gain - 1e-9))
-    # n + 1 servers must pay for themselves with the tokens of n: the last n for which they do not.
+    # n + 1 servers pay off if the tokens of n already cover them; `last` is the largest n for which they do not.
     last = max(1, math.ceil((overhead + capacity) / gain - 1e-9) - 1)
     return BreakEven(first * server + overhead, last * server + overhead)
 
 
 def compare(hosted: Hosted, own: SelfHosted, monthly_tokens: float | None = None) -> dict[str, Any]:
-    """All figures of the comparison; see [`show`].
+    """All figures of the comparison; see [`present`].
 
     Args:
         monthly_tokens (`float`, *optional*): The volume at which a month's bills are compared.
     """
-    _check("monthly_tokens", monthly_tokens)
+    _check_number("monthly_tokens", monthly_tokens)
     record: dict[str, Any] = {"billing_unit": hosted.unit, "speed_up_own": own.drafting_tps / own.plain_tps}
     for name, drafting in (("plain", False), ("drafting", True)):
-        million = hosted.million(drafting=drafting)
-        meeting = None if million is None else break_even(million, own, drafting=drafting)
+        million = hosted.effective_price_per_million(drafting=drafting)
+        meets_at = None if million is None else break_even(million, own, drafting=drafting)
         record[name] = {
             "hosted_per_million": million,
             "own_per_million": own.price_per_million(drafting=drafting),
             "own_tokens_a_second": own.throughput(drafting=drafting),
             "own_tokens_a_month_and_server": own.tokens_a_month(drafting=drafting),
-            "break_even_tokens_a_month": meeting and meeting.first,
-            "break_even_for_good": meeting and meeting.for_good,
+            "break_even_tokens_a_month": meets_at and meets_at.first,
+            "break_even_for_good": meets_at and meets_at.for_good,
         }
         if monthly_tokens is not None:
             record[name]["month"] = {
@@ -186,7 +184,7 @@ def compare(hosted: Hosted, own: SelfHosted, monthly_tokens: float | None = None
 
 
 def who_keeps_the_gain(hosted: Hosted, own: SelfHosted) -> dict[str, str]:
-    """In words, for the hosted bill and for one's own."""
+    """What drafting does to the hosted bill and to one's own, as sentences."""
     plain, drafting = own.price_per_million(drafting=False), own.price_per_million(drafting=True)
     if hosted.unit == "token":
         theirs = "billed per token: the price of a token stays, so the provider keeps what drafting saves"
@@ -198,9 +196,9 @@ def who_keeps_the_gain(hosted: Hosted, own: SelfHosted) -> dict[str, str]:
     return {"hosted": theirs, "self-hosted": f"paid per hour: you keep it, a token costs {drafting / plain - 1:+.1%}"}
 
 
-def show(record: dict[str, Any], console: Console) -> None:
-    """Print the comparison."""
-    table = Table("", "without drafter", "with drafter", title="all prices in the currency that was given")
+def present(record: dict[str, Any]) -> Presentation:
+    """The comparison as a table, without a drafter and with one."""
+    sides = [record["plain"], record["drafting"]]
     lines = [
         ("hosted, a million output tokens", "hosted_per_million", "{:,.4f}"),
         ("self-hosted, a million output tokens (no operations)", "own_per_million", "{:,.4f}"),
@@ -209,17 +207,22 @@ def show(record: dict[str, Any], console: Console) -> None:
         ("break-even, output tokens a month", "break_even_tokens_a_month", "{:,.0f}"),
         ("… and for good, whatever servers it takes", "break_even_for_good", "{:,.0f}"),
     ]
+    rows = []
     for title, key, form in lines:
-        found = [record[name][key] for name in ("plain", "drafting")]
-        is_known = [record[name]["hosted_per_million"] is not None for name in ("plain", "drafting")]
-        missing = ["never" if key.startswith("break_even") and known else "not measured" for known in is_known]
-        table.add_row(
-            title, *(gap if one is None else form.format(one) for one, gap in zip(found, missing, strict=True))
-        )
-    for payer in ("hosted", "own") if "month" in record["plain"] else ():
-        found = [record[name]["month"][payer] for name in ("plain", "drafting")]
-        title = f"a month of {record['plain']['month']['tokens']:,.0f} tokens, {payer}"
-        table.add_row(title, *("not measured" if one is None else f"{one:,.2f}" for one in found))
-    console.print(table)
-    for payer, words in record["who_keeps_the_gain"].items():
-        console.print(f"{payer}: {words}", highlight=False)
+        cells = []
+        for side in sides:
+            is_never = key.startswith("break_even") and side["hosted_per_million"] is not None
+            missing = "never" if is_never else "not measured"
+            cells.append(missing if side[key] is None else form.format(side[key]))
+        rows.append([title, *cells])
+    if "month" in record["plain"]:
+        for payer in ("hosted", "own"):
+            costs = [side["month"][payer] for side in sides]
+            title = f"a month of {record['plain']['month']['tokens']:,.0f} tokens, {payer}"
+            rows.append([title, *("not measured" if cost is None else f"{cost:,.2f}" for cost in costs)])
+    title = "all prices in the currency that was given"
+    return Presentation(
+        "Cost",
+        [ResultTable(title, ("",), ("without drafter", "with drafter"), rows)],
+        [Remark(f"{payer}: {sentence}") for payer, sentence in record["who_keeps_the_gain"].items()],
+    )

@@ -1,16 +1,20 @@
 """`hf-dflow demo`: one target, three ways to decode, the same text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import STRATEGIES, Pair, Run, run_strategy
+from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.bench.pairs import Pair
+from hf_dflow.bench.strategies import Contestant, Mode, Run, decode
 from hf_dflow.bench.workloads import Prompt
+from hf_dflow.console import ResultTable, print_table
 
+STRATEGIES = ("plain", "dflash", "dflow")
 WARM_UP_TOKENS = 4
 
 
@@ -27,8 +31,19 @@ class Comparison:
         return self.runs[strategy].new_tokens == self.runs["plain"].new_tokens
 
 
-def compare(pair: Pair, prompts: list[Prompt], max_new_tokens: int) -> list[Comparison]:
-    """Decode each prompt with each strategy in turn, so that a busy machine slows them alike."""
+def run_strategy(pair: Pair, inputs: dict[str, torch.Tensor], strategy: str, max_new_tokens: int) -> Run:
+    """Decode greedily with one of [`STRATEGIES`]; "dflash" is this package's loop with the relay off.
+
+    Args:
+        inputs (`dict[str, torch.Tensor]`): `input_ids` and `attention_mask` of shape `(1, T)`.
+    """
+    use_relay = None if strategy == "dflow" else False
+    contestant = Contestant(strategy, None if strategy == "plain" else pair.drafter, use_relay)
+    return decode(pair.target, inputs, contestant, Mode(), max_new_tokens)
+
+
+def compare(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Comparison]:
+    """Decode each prompt with each strategy in turn, so that a busy machine slows all alike."""
     for strategy in STRATEGIES:  # a first call pays for allocations that later ones reuse
         run_strategy(pair, pair.encode(prompts[0].text), strategy, WARM_UP_TOKENS)
     comparisons = []
@@ -40,7 +55,7 @@ def compare(pair: Pair, prompts: list[Prompt], max_new_tokens: int) -> list[Comp
     return comparisons
 
 
-def as_record(comparisons: list[Comparison], **conditions: Any) -> dict[str, Any]:
+def as_record(comparisons: Sequence[Comparison], **conditions: Any) -> dict[str, Any]:
     """What `--json` prints: `rows`, and the conditions they were measured under."""
     rows = [
         {
@@ -59,40 +74,42 @@ def as_record(comparisons: list[Comparison], **conditions: Any) -> dict[str, Any
     return {"rows": rows, "conditions": run_conditions(**conditions)}
 
 
-def show(comparisons: list[Comparison], console: Console) -> None:
+def show(comparisons: Sequence[Comparison], console: Console) -> None:
     """Print each prompt's text once, and the figures of each strategy under it."""
     for comparison in comparisons:
         console.rule()
         console.print(Text(f"{comparison.prompt.task}: {comparison.prompt.text}", style="bold"))
-        console.print(comparison.text, markup=False, highlight=False)
-        console.print(_table(comparison))
+        console.print(Text(comparison.text))
+        print_table(console, _table(comparison))
     console.print(_meaning(comparisons))
 
 
-def _table(comparison: Comparison) -> Table:
-    table = Table("strategy", "text")
-    for heading in ("tokens/step", "accepted", "target forwards", "tokens", "seconds"):
-        table.add_column(heading, justify="right")
+def _table(comparison: Comparison) -> ResultTable:
+    rows = []
     for strategy, run in comparison.runs.items():
         has_drafts = strategy != "plain"
-        table.add_row(
-            strategy,
-            ("identical" if comparison.is_identical(strategy) else "DIFFERS") if has_drafts else "reference",
-            f"{run.statistics.tokens_per_step:.2f}",
-            f"{run.statistics.draft_acceptance_rate:.1%}" if has_drafts else "–",
-            str(run.target_forwards),
-            str(len(run.new_tokens)),
-            f"{run.seconds:.2f}",
+        same = "identical" if comparison.is_identical(strategy) else "DIFFERS"
+        rows.append(
+            [
+                strategy,
+                same if has_drafts else "reference",
+                f"{run.statistics.tokens_per_step:.2f}",
+                f"{run.statistics.draft_acceptance_rate:.1%}" if has_drafts else "–",
+                str(run.target_forwards),
+                str(len(run.new_tokens)),
+                f"{run.seconds:.2f}",
+            ]
         )
-    return table
+    measures = ("tokens/step", "accepted", "target forwards", "tokens", "seconds")
+    return ResultTable("", ("strategy", "text"), measures, rows)
 
 
-def _meaning(comparisons: list[Comparison]) -> str:
+def _meaning(comparisons: Sequence[Comparison]) -> str:
     forwards = {s: sum(comparison.runs[s].target_forwards for comparison in comparisons) for s in STRATEGIES}
     is_identical = all(comparison.is_identical(strategy) for comparison in comparisons for strategy in STRATEGIES)
     result = "wrote exactly the target's own text" if is_identical else "DID NOT write the target's own text"
     return (
         f"DFlow {result} with {forwards['dflow']} target forwards; plain decoding needs {forwards['plain']}, the same "
         f"loop without feedback (dflash) {forwards['dflash']}. Counts carry over to other machines, seconds do not: "
-        "checking eight tokens costs a CPU more than computing one, on a GPU nearly the same."
+        "verifying eight tokens costs a CPU more than computing one, a GPU nearly the same."
     )

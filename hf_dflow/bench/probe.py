@@ -4,18 +4,19 @@
 already computed on the rejected rows. The names are those of the README's table of measures.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from hf_dflow.bench.report import bootstrap_interval, run_conditions
-from hf_dflow.bench.runners import Pair, run_strategy
+from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.bench.intervals import bootstrap_interval, with_interval
+from hf_dflow.bench.pairs import Pair
+from hf_dflow.bench.strategies import Contestant, Mode, decode
 from hf_dflow.bench.workloads import Prompt
-from hf_dflow.console import print_table
+from hf_dflow.console import Presentation, Remark, ResultTable
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation._compat import capture_features
 from hf_dflow.model.drafter import DFlowDrafter
@@ -149,10 +150,11 @@ def summarise(counts: Iterable[ProbeCounts]) -> dict[str, Any]:
 
 def probe_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, Any]:
     """Let the pair answer greedily, and summarise what its rejected rows knew: by task, and for all prompts."""
+    without_relay = Contestant("dflash", pair.drafter, use_relay=False)
     by_task: dict[str, list[ProbeCounts]] = {}
     for prompt in prompts:
         inputs = pair.encode(prompt.text)
-        run = run_strategy(pair, inputs, "dflash", max_new_tokens)
+        run = decode(pair.target, inputs, without_relay, Mode(), max_new_tokens)
         token_ids = inputs["input_ids"][0].tolist() + run.new_tokens
         counts = probe_text(pair.drafter, pair.target, token_ids, inputs["input_ids"].shape[1])
         by_task.setdefault(prompt.task, []).append(counts)
@@ -163,19 +165,17 @@ def probe_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) ->
     return {"by_task": record, "conditions": run_conditions(**conditions)}
 
 
-def show(record: dict[str, Any], console: Console) -> None:
-    """Print one line a task."""
-    rows = [[task, *(_cell(name, values[name]) for name in COLUMNS)] for task, values in record["by_task"].items()]
+def present(record: Mapping[str, Any]) -> Presentation:
+    """The figures of each task."""
+    rows = [
+        [task, *(with_interval(values[name], ".2f" if name == "tokens_per_step" else ".1%") for name in COLUMNS)]
+        for task, values in record["by_task"].items()
+    ]
     headings = [name.replace("_", " ") for name in COLUMNS]
-    print_table(console, "what rejected rows knew [95% interval]", ("task",), headings, rows)
-    console.print(
+    explanation = (
         "re convergence, rescue rate: the verifier's top-1 at a rejected row was the final token, of all hinted slots "
-        "and of first failures. largest gain: tokens per step if a relay took it wherever it is right.",
-        highlight=False,
+        "and of first failures. largest gain: tokens per step if a relay used it wherever it is right, which is the "
+        "most that reuse can win."
     )
-
-
-def _cell(name: str, figure: dict[str, Any]) -> str:
-    form = "{:.2f}" if name == "tokens_per_step" else "{:.1%}"
-    low, high = figure["interval_95"]
-    return f"{form.format(figure['value'])} [{form.format(low)}, {form.format(high)}]"
+    table = ResultTable("what rejected rows knew [95% interval]", ("task",), headings, rows)
+    return Presentation("What rejected rows knew", [table], [Remark(explanation)])

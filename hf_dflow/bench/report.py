@@ -1,81 +1,125 @@
-"""What every benchmark says beside its numbers, and how sure it is of them."""
+"""`hf-dflow bench report`: records of all commands side by side, in one HTML file, with the rollout checklist."""
 
-import platform
-from collections.abc import Callable, Sequence
+import base64
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import transformers
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
-import hf_dflow
-from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.bench import comparison, cost, endpoint_record, memory_plan, probe, side_by_side
+from hf_dflow.bench.checklist import Evidence, checklist
+from hf_dflow.console import Presentation
+from hf_dflow.errors import DFlowError
 
-
-def run_conditions(**more: Any) -> dict[str, Any]:
-    """Versions, processor and threads of this process, and whatever the caller adds or knows better."""
-    return {
-        "versions": {
-            "hf_dflow": hf_dflow.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "decoding": "greedy",
-        "dtype": "float32",
-        **more,
-    }
+# A key that only records of one command hold.
+KINDS = {
+    "runs": "modes",
+    "endpoints": "acceptance",
+    "plans": "largest_batch",
+    "costs": "who_keeps_the_gain",
+    "probes": "by_task",
+}
 
 
-def cpu_name() -> str:
-    """The processor's own name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def read_evidence(paths: list[Path], **stated: Any) -> Evidence:
+    """What the records in files show, and what the user states.
 
-
-def bootstrap_interval(
-    count: int, statistic: Callable[[np.ndarray], float], *, resamples: int = 2000, seed: int = 0
-) -> list[float]:
-    """95% percentile interval of `statistic(indices)` over resamples of `count` items, drawn with replacement."""
-    generator = np.random.default_rng(seed)
-    values = [statistic(generator.integers(0, count, count)) for _ in range(resamples)]
-    low, high = np.percentile(values, [2.5, 97.5])
-    return [float(low), float(high)]
-
-
-def resampled_sums(values: np.ndarray, *, resamples: int = 2000, seed: int = 0) -> np.ndarray:
-    """Sums over items, and over as many items drawn with replacement; all rows are read on the same items.
-
-    Args:
-        values (`np.ndarray` of shape `(rows, items)`): What is summed.
-
-    Returns:
-        `np.ndarray` of shape `(rows, 1 + resamples)`: The sums of the items themselves come first.
+    Raises:
+        DFlowError: A file is no record, or was given twice.
     """
-    count = values.shape[1]
-    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
-    return np.concatenate([values.sum(axis=1, keepdims=True), values @ draws.T], axis=1)
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise DFlowError("a record was given twice; give each once")
+    records: dict[str, Any] = {kind: {} for kind in KINDS}
+    for path in paths:
+        record = read_record(path)
+        # Rows and bars are named after the file, or after its path where another file has the same name.
+        is_unique = sum(other.stem == path.stem for other in paths) == 1
+        records[kind_of(record, path)][path.name if is_unique else str(path)] = record
+    for kind in ("costs", "probes"):
+        if len(records[kind]) > 1:
+            raise DFlowError(f"{len(records[kind])} records of hf-dflow {kind[:-1]}; give one")
+    return Evidence(**records, **stated)
 
 
-def figure(samples: np.ndarray) -> dict[str, Any]:
-    """A statistic of [`resampled_sums`]: its value, and the 95% percentile interval of its resamples."""
-    low, high = np.percentile(samples[1:], [2.5, 97.5])
-    return {"value": float(samples[0]), "interval_95": [float(low), float(high)]}
+def read_text(path: Path) -> str:
+    """The text in a file.
+
+    Raises:
+        DFlowError: It is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DFlowError(f"{path}: no text in UTF-8 ({error})") from error
 
 
-def pooled(statistics: Sequence[AcceptanceStatistics]) -> AcceptanceStatistics:
-    """One record of all steps, so that long answers weigh as much as they are long."""
-    total = AcceptanceStatistics()
-    for one in statistics:
-        total.per_step_accepted += one.per_step_accepted
-        total.per_step_drafted += one.per_step_drafted
-        total.predictions += one.predictions
-        total.num_target_forwards += one.num_target_forwards
-        total.num_draft_forwards += one.num_draft_forwards
-        total.num_output_tokens += one.num_output_tokens
-    return total
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        DFlowError: It holds none.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DFlowError(f"{path}: no JSON record ({error})") from error
+    if not isinstance(record, dict):
+        raise DFlowError(f"{path}: no record of this program")
+    return record
+
+
+def kind_of(record: Mapping[str, Any], path: Path) -> str:
+    """Which command wrote a record: one of [`KINDS`].
+
+    Raises:
+        DFlowError: None of them.
+    """
+    for kind, key in KINDS.items():
+        if key in record:
+            return kind
+    raise DFlowError(f"{path}: no record of bench run, bench endpoint, plan, cost or probe")
+
+
+def render(evidence: Evidence, *, with_plots: bool = True) -> str:
+    """The HTML file. It loads nothing when it is opened: pictures are embedded.
+
+    Raises:
+        DFlowError: Nothing was given, or a record is incomplete.
+    """
+    # Names and prompts in records may hold markup: everything is escaped.
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    try:
+        sections = _sections(evidence, with_plots)
+        if not sections:
+            raise DFlowError("nothing to report; give records of bench run, bench endpoint, plan, cost or probe")
+        return environment.get_template("report.html.j2").render(sections=sections, items=checklist(evidence))
+    except (KeyError, TypeError, AttributeError, ValueError, TemplateError) as error:
+        raise DFlowError(f"a record is not of the command that it was given as ({error!r})") from error
+
+
+def _sections(evidence: Evidence, with_plots: bool) -> list[tuple[Presentation, str | None]]:
+    """What each record shows, and a picture where there is one."""
+    sections: list[tuple[Presentation, str | None]] = []
+    loads, names = list(evidence.loads.values()), list(evidence.loads)
+    if len(loads) > 1:
+        picture = _picture(partial(side_by_side.plot, loads, names)) if with_plots else None
+        sections.append((side_by_side.present(loads, names), picture))
+    for record in evidence.runs.values():
+        picture = _picture(partial(comparison.plot, record)) if with_plots else None
+        sections.append((comparison.present(record), picture))
+    presented = [(endpoint_record, evidence.endpoints), (probe, evidence.probes), (memory_plan, evidence.plans)]
+    for module, records in [*presented, (cost, evidence.costs)]:
+        sections += [(module.present(record), None) for record in records.values()]
+    return sections
+
+
+def _picture(draw: Callable[[Path], None]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plot.png"
+        draw(path)
+        return base64.b64encode(path.read_bytes()).decode("ascii")

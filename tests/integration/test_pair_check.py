@@ -19,7 +19,7 @@ from hf_dflow import (
     record_target,
     tokenizer_fingerprint,
 )
-from hf_dflow.bench import runners
+from hf_dflow.bench import pairs
 from hf_dflow.cli import app
 from hf_dflow.generation import pair
 from hf_dflow.training.templates import asked_mode
@@ -198,10 +198,10 @@ def test_the_check_command_compares_the_mode(flags, number, warnings, monkeypatc
     seen = []
 
     def load(*_, thinking=None, **__):
-        seen.append(runners.Pair(target, drafter, tokenizer, "tiny", thinking))
+        seen.append(pairs.Pair(target, drafter, tokenizer, "tiny", thinking))
         return seen[-1]
 
-    monkeypatch.setattr(runners, "load_pair", load)
+    monkeypatch.setattr(pairs, "load_pair", load)
     prompts = tmp_path / "prompts.json"
     prompts.write_text('{"chat": ["What is the capital?"]}')
     result = CliRunner().invoke(app, ["check", "--prompts", str(prompts), "--max-new-tokens", "4", *flags])

@@ -5,7 +5,7 @@ from block_runner import run_python, run_shell, runnable
 from documents import RUNNABLE
 
 import hf_dflow
-from hf_dflow.bench.runners import load_pair
+from hf_dflow.bench.pairs import load_pair
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
 
 PAGES = runnable(RUNNABLE)

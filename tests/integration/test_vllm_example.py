@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_dflow.bench.runners import Contestant, Mode, decode, load_pair
+from hf_dflow.bench.pairs import load_pair
+from hf_dflow.bench.strategies import Contestant, Mode, decode
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import read_prompts
 

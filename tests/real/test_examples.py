@@ -12,7 +12,8 @@ from kit import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dflow import DFlowDrafterConfig, tokenizer_fingerprint
-from hf_dflow.bench.runners import load_pair, run_strategy
+from hf_dflow.bench.demo import run_strategy
+from hf_dflow.bench.pairs import load_pair
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, is_available, smollm2_folder
 from hf_dflow.bench.workloads import DEMO, read_prompts
 

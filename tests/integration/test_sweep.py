@@ -49,6 +49,14 @@ def test_defaults_are_files_that_generate_takes(tmp_path):
     assert path.name == "mail-chat-e9689c-t0.7-64-tokens-1-at-a-time.json"
 
 
+def test_every_task_has_a_file_of_its_own():
+    """Bug: the settings of one task overwritten by another's whose name has the same Latin letters, or none."""
+    condition = {"temperature": 0.0, "output_tokens": 8, "concurrency": 1}
+    tasks = ["C++", "C#", "c", "日本", "中文", "a b", "a-b", "a_b", "A b"]
+    names = {bench.file_name({"task": task, **condition}) for task in tasks}
+    assert len(names) == len(tasks) and all(name.isascii() and "/" not in name for name in names)
+
+
 def test_the_command_line_of_a_whole_sweep(tmp_path, monkeypatch):
     """Bug: a list that does not reach the loop, a block size that ends the sweep, or defaults that are not written."""
     options = "--block-size 2,4,8,16 --verification token,block --temperature 0,1 --output-tokens 2,9"

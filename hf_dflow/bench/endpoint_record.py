@@ -7,17 +7,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from hf_dflow._version import __version__
-from hf_dflow.bench.conditions import prompts_digest
+from hf_dflow.bench.conditions import ENDPOINT, prompts_digest, run_conditions
 from hf_dflow.bench.endpoint import OK, EndpointSettings, RequestResult, key_from_environment, run_load
-from hf_dflow.bench.latency import Timed, summarise
-from hf_dflow.bench.report import run_conditions
-from hf_dflow.bench.runners import Mode
-from hf_dflow.bench.workloads import Prompt
-from hf_dflow.console import print_table
+from hf_dflow.bench.figures import Timed, latencies
+from hf_dflow.bench.workloads import ALL_TASKS, Prompt
+from hf_dflow.console import Presentation, Remark, ResultTable
 
 SPEC_METRIC = re.compile(r"^(vllm:spec_decode_\w+?)(?:_total)?(?P<labels>\{[^}]*\})?\s+(?P<value>[-+.eE\d]+)\s*$")
 POSITION = re.compile(r'position="(\d+)"')
@@ -39,11 +36,11 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
         mine = [one for one in results if one.prompt.task == task]
         by_task[task] = summarise_load(mine, seconds)
     unseen = ("quantization", "dtype", "device", "cpu", "threads", "drafter", "block_size", "chat_template", "thinking")
-    mode = Mode(settings.temperature).name if not settings.temperature else f"T={settings.temperature:g}"
+    mode = f"T={settings.temperature:g}"
     stated = {
         **dict.fromkeys(unseen, SERVERS_OWN),
         "versions": {"hf_dflow": __version__},
-        "engine": "endpoint",
+        "engine": ENDPOINT,
         **({} if settings.server is None else {"server": settings.server}),
         "target": settings.model_name,
         "output_tokens": settings.output_tokens,
@@ -62,38 +59,42 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
     }
 
 
-def show(record: dict[str, Any], console: Console) -> None:
-    """Print outcomes and latencies by task, acceptance, and the conditions."""
+def present(record: Mapping[str, Any]) -> Presentation:
+    """Outcomes and latencies by task, failures and retries, and acceptance."""
     rows = []
-    for task, found in [*record["by_task"].items(), ("all", record["all"])]:
-        outcomes = ", ".join(f"{count} {name}" for name, count in found["outcomes"].items())
-        rows.append([task, outcomes, *_cells(found)])
-    print_table(console, record["conditions"]["target"], ("task",), ("outcomes", *TIMES), rows)
-    for kind in ("failures", "retries"):
-        for detail, count in record["all"][kind].items():
-            console.print(f"[yellow]{kind}: {count} × {detail}[/]")
+    for task, part in {**record["by_task"], ALL_TASKS: record["all"]}.items():
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in part["outcomes"].items())
+        rows.append([task, outcomes, *_cells(part)])
+    remarks = [
+        Remark(f"{kind}: {count} × {detail}", "yellow")
+        for kind in ("failures", "retries")
+        for detail, count in record["all"][kind].items()
+    ]
     acceptance = record["acceptance"]
     if acceptance is None:
-        console.print("The server tells nothing of its drafts (no vllm:spec_decode_* at /metrics).")
+        remarks.append(Remark("The server does not report its drafts (no vllm:spec_decode_* at /metrics)."))
     else:
-        console.print(
-            f"{acceptance['tokens_per_step']:.2f} tokens per step ({acceptance['mean_accepted_length']:.2f} accepted "
-            f"drafts + 1 bonus), {acceptance['draft_acceptance_rate']:.1%} of drafts accepted, "
-            f"{acceptance['wasted_ratio']:.1%} wasted"
+        remarks.append(
+            Remark(
+                f"{acceptance['tokens_per_step']:.2f} tokens per step ({acceptance['mean_accepted_length']:.2f} "
+                f"accepted drafts + 1 bonus), {acceptance['draft_acceptance_rate']:.1%} of drafts accepted, "
+                f"{acceptance['wasted_ratio']:.1%} wasted, by the server's own counters"
+            )
         )
-    console.print(", ".join(f"{key}: {value}" for key, value in record["conditions"].items()), markup=False)
+    table = ResultTable(record["conditions"]["target"], ("task",), ("outcomes", *TIMES), rows)
+    return Presentation(f"Endpoint: {record['conditions']['target']}", [table], remarks, record["conditions"])
 
 
-def _cells(found: dict[str, Any]) -> list[str]:
-    times = found["latency"]
+def _cells(part: Mapping[str, Any]) -> list[str]:
+    times = part["latency"]
     if times is None:
-        return ["–"] * 6
+        return ["–"] * len(TIMES)
     per_token = times["seconds_per_output_token"]
     return [
         *(f"{times['latency_seconds'][key]:.2f}" for key in ("p50", "p95", "p99")),
         f"{times['first_token_seconds']['p50']:.3f}",
         "–" if per_token is None else f"{1e3 * per_token['p50']:.1f}",
-        f"{found['effective_tps_with_bonus']:.1f}",
+        f"{part['effective_tps_with_bonus']:.1f}",
     ]
 
 
@@ -111,7 +112,7 @@ def summarise_load(results: Sequence[RequestResult], wall_seconds: float) -> dic
         "output_tokens": sum(one.tokens for one in good),
         "tokens_counted_by": "the server" if all(one.is_counted_by_server for one in good) else "pieces of text",
         "effective_tps_with_bonus": sum(one.tokens for one in good) / wall_seconds if good else 0.0,
-        "latency": summarise(timed) if timed else None,
+        "latency": latencies(timed) if timed else None,
     }
 
 

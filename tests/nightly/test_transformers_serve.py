@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from hf_dflow.bench.endpoint import EndpointSettings, run_load
-from hf_dflow.bench.endpoint_report import measure, summarise_load
-from hf_dflow.bench.runners import Contestant, Mode, decode, load_pair
+from hf_dflow.bench.endpoint_record import measure, summarise_load
+from hf_dflow.bench.pairs import load_pair
+from hf_dflow.bench.strategies import Contestant, Mode, decode
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
 from hf_dflow.bench.workloads import read_prompts
 

@@ -6,7 +6,7 @@ import pytest
 from openai_server import Handler, serving
 
 from hf_dflow.bench.endpoint import EndpointSettings, run_load
-from hf_dflow.bench.endpoint_report import acceptance_between, parse_spec_metrics, summarise_load
+from hf_dflow.bench.endpoint_record import acceptance_between, parse_spec_metrics, summarise_load
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
 

@@ -9,7 +9,7 @@ from restless import restless_pair
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowGenerationConfig
-from hf_dflow.bench import runners
+from hf_dflow.bench import pairs
 from hf_dflow.bench.probe import TOP, ProbeCounts, _walk, figures, probe_text, summarise
 from hf_dflow.cli import app
 from hf_dflow.generation.verification import Verifier
@@ -129,7 +129,7 @@ def test_command_prints_tasks_and_writes_the_same(decoded, monkeypatch, tmp_path
         def apply_chat_template(self, *arguments, **options):
             return {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
 
-    monkeypatch.setattr(runners, "load_pair", lambda *arguments: runners.Pair(target, drafter, Tokenizer(), "tiny"))
+    monkeypatch.setattr(pairs, "load_pair", lambda *arguments: pairs.Pair(target, drafter, Tokenizer(), "tiny"))
     (tmp_path / "prompts.json").write_text('{"chat": ["one"], "code": ["two", "three"]}')
     arguments = [
         "--prompts",

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowGenerationConfig, PairMismatchError
-from hf_dflow.bench.memory import (
+from hf_dflow.bench.memory_plan import (
     Load,
     cache_bytes,
     drafter_on_meta,
@@ -20,7 +20,7 @@ from hf_dflow.bench.memory import (
     target_on_meta,
     weight_bytes,
 )
-from hf_dflow.bench.runners import load_pair
+from hf_dflow.bench.pairs import load_pair
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError

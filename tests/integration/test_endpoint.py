@@ -8,7 +8,7 @@ from openai_server import WORDS, serving
 from typer.testing import CliRunner
 
 from hf_dflow.bench.endpoint import KEY_VARIABLE, EndpointSettings, run_load
-from hf_dflow.bench.endpoint_report import acceptance_between, parse_spec_metrics, summarise_load
+from hf_dflow.bench.endpoint_record import acceptance_between, parse_spec_metrics, summarise_load
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
@@ -199,3 +199,19 @@ def test_impossible_loads_are_refused(url, options):
     with pytest.raises(DFlowError) as caught:
         EndpointSettings(url, "tiny", **options)
     assert "secret" not in str(caught.value)
+
+
+def test_a_run_and_a_load_that_were_really_measured(server, tmp_path):
+    """Bug: two commands that call the same condition by different names, so that their records never meet."""
+    prompts, here, there = (tmp_path / name for name in ("own.jsonl", "here.json", "there.json"))
+    prompts.write_text('{"prompt": "ok 1", "task": "chat"}\n{"prompt": "ok 2", "task": "chat"}\n')
+    load = ["--jsonl", str(prompts), "--output-tokens", "4", "--concurrency", "2"]
+    run = ["run", "--tiny", "--strategy", "dflash", *load, "--json", str(here), "--dtype", "float64"]
+    endpoint = ["endpoint", "--endpoint", server.url, "--model", "tiny", *load, "--json", str(there)]
+    for options in (run, endpoint, ["report", str(here), str(there), "--allow-open"]):
+        result = CliRunner().invoke(app, ["bench", *options])
+        assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines() if line.strip().startswith("T=0 ") or " all " in line]
+    assert {"here", "there"} <= {word for row in rows for word in row}
+    for record in (here, there):
+        assert json.loads(record.read_text())["conditions"]["workload"] == "own.jsonl"
