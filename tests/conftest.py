@@ -1,6 +1,8 @@
 """Every test runs offline and in one thread, can import the modules of this folder, and shares tiny models."""
 
 import os
+import runpy
+import socket
 import sys
 from pathlib import Path
 
@@ -62,3 +64,20 @@ def launched_kernels(monkeypatch):
     names, run = [], Launch.run
     monkeypatch.setattr(Launch, "run", lambda launch: (names.append(launch.kernel.fn.__name__), run(launch))[1])
     return names
+
+
+@pytest.fixture
+def run_example(monkeypatch, capsys):
+    """`run_example("batch.py", *options)` runs an example in this process, offline, and returns what it prints."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("an example tried to connect")
+
+    def run(name, *options):
+        for place in ("connect", "connect_ex"):
+            monkeypatch.setattr(socket.socket, place, refuse)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, options)])
+        runpy.run_path(str(TESTS.parent / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run

@@ -3,31 +3,11 @@
 import ast
 import importlib
 import re
-import runpy
-import socket
-import sys
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run an example, and return what it prints."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a connection was tried")
-
-    def one(name, *options):
-        for place in ("connect", "connect_ex"):
-            monkeypatch.setattr(socket.socket, place, refuse)
-        monkeypatch.setattr(sys, "argv", [name, *options])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        return capsys.readouterr().out
-
-    return one
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -41,20 +21,20 @@ def test_examples_use_public_names_alone(path):
             assert not any(alias.name.startswith("hf_dflow.") for alias in node.names)
 
 
-def test_batch(run):
+def test_batch(run_example):
     """Bug: prompts padded on the right, or rows that all tell the same counts."""
-    said = run("batch.py", "--tiny", "--max-new-tokens", "24")
+    said = run_example("batch.py", "--tiny", "--max-new-tokens", "24")
     lengths = [[int(n) for n in found.split(", ")] for found in re.findall(r"step by step: \[(.*)\]", said)]
     assert len(lengths) == 3 and len(set(map(tuple, lengths))) > 1
     assert all(max(row) >= 2 for row in lengths), "a prompt that was shifted or padded wrongly has no draft accepted"
     assert "all rows: " in said and "for 72 tokens" in said
-    alone = run("batch.py", "--tiny", "--max-new-tokens", "24", "airports ZRE MSL :")
+    alone = run_example("batch.py", "--tiny", "--max-new-tokens", "24", "airports ZRE MSL :")
     assert alone.split("\n")[1] in said
 
 
-def test_compare_strategies(run):
+def test_compare_strategies(run_example):
     """Bug: a way is left out, forwards are counted for the wrong one, or a winner that nobody measured."""
-    said = run("compare_strategies.py", "--tiny", "--max-new-tokens", "24", "airports ZRE MSL :")
+    said = run_example("compare_strategies.py", "--tiny", "--max-new-tokens", "24", "airports ZRE MSL :")
     rows = re.findall(r"^(plain|prompt lookup|DFlash|DFlow) +[0-9.]+ +([0-9.]+) +(\d) of 1$", said, re.M)
     assert [(way, same) for way, _, same in rows] == [
         (way, "1") for way in ("plain", "prompt lookup", "DFlash", "DFlow")
@@ -64,27 +44,27 @@ def test_compare_strategies(run):
     assert re.search(r"Fastest here: (plain|prompt lookup|DFlash|DFlow)\.", said)
 
 
-def test_use_published_drafter(run):
+def test_use_published_drafter(run_example):
     """Bug: the folder is loaded instead of the name, or a drafter whose drafts nobody accepts after the export."""
-    said = run("use_published_drafter.py", "--tiny", "--max-new-tokens", "24")
+    said = run_example("use_published_drafter.py", "--tiny", "--max-new-tokens", "24")
     assert said.startswith("somebody/tiny-DFlash-b8: blocks of 8")
     assert float(re.search(r"([0-9.]+) tokens per step", said)[1]) > 2
 
 
-def test_monitor_route(run):
+def test_monitor_route(run_example):
     """Bug: a demonstration in which nothing is switched, or everything is."""
-    said = run("monitor_route.py", "--tiny", "--max-new-tokens", "64")
+    said = run_example("monitor_route.py", "--tiny", "--max-new-tokens", "64")
     assert re.search(r"known to the drafter: drafting, \d+ steps with drafts and [0-2] without", said)
     without = int(re.search(r"unknown to the drafter: \w+, \d+ steps with drafts and (\d+) without", said)[1])
     assert without > 20 and "event: " in said and "decodes plainly" in said
     assert 'hf_dflow_drafting{route="known to the drafter"} 1' in said
 
 
-def test_publish(run, tmp_path):
+def test_publish(run_example, tmp_path):
     """Bug: an upload that was not asked for, or a card with marks that goes out."""
-    said = run("publish.py", "me/mine")
+    said = run_example("publish.py", "me/mine")
     assert "model.safetensors" in said and "custom_generate/generate.py" in said
     assert "Dry run" in said and "me/mine; nothing was sent" in said
     (tmp_path / "card.md").write_text((EXAMPLES.parent / "model_cards" / "_template.md").read_text(encoding="utf-8"))
     with pytest.raises(SystemExit, match="not ready"):
-        run("publish.py", "--card", str(tmp_path / "card.md"), "--upload")
+        run_example("publish.py", "--card", str(tmp_path / "card.md"), "--upload")

