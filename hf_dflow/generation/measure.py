@@ -20,12 +20,12 @@ _MEASURED: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, StepCosts]]] 
 def step_costs(
     target: Any, drafter: DFlowDrafter, longest: int | None = None, device: torch.device | None = None
 ) -> StepCosts:
-    """[`measure_step_costs`] of a pair, measured once where its models are, and anew for more drafts."""
-    of_pair = _MEASURED.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
-    wanted, place = longest or drafter.config.drafts_per_block, (device or target.device, drafter.device)
-    if place not in of_pair or len(of_pair[place].verify) <= wanted:
-        of_pair[place] = measure_step_costs(target, drafter, longest=wanted, device=device)
-    return of_pair[place]
+    """[`measure_step_costs`] of a pair, measured once for the devices that it is on, and again for more drafts."""
+    by_devices = _MEASURED.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
+    num_drafts, devices = longest or drafter.config.drafts_per_block, (device or target.device, drafter.device)
+    if devices not in by_devices or len(by_devices[devices].verify) <= num_drafts:
+        by_devices[devices] = measure_step_costs(target, drafter, longest=num_drafts, device=device)
+    return by_devices[devices]
 
 
 @torch.no_grad()
@@ -41,11 +41,11 @@ def measure_step_costs(
     """Time the two forwards of a step, behind a context of random tokens.
 
     Args:
-        longest (`int`, *optional*, defaults to a full block's): Up to how many drafts.
+        longest (`int`, *optional*, defaults to a full block's): Drafts of the longest forward.
         device (`torch.device`, *optional*, defaults to the target's): Where its inputs go.
         context_length (`int`, *optional*, defaults to 64): Tokens in the caches.
-        repeats (`int`, *optional*, defaults to 3): Of each length; medians count. Lengths between 1, 2, 4, 8 … tokens
-            are interpolated.
+        repeats (`int`, *optional*, defaults to 3): Forwards of each length, of which the median counts. Lengths between
+            1, 2, 4, 8 … tokens are interpolated.
     """
     device, vocab_size = device or target.device, target.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
@@ -87,13 +87,13 @@ def measure_step_costs(
 
     places = {device, output.logits.device, drafter.device}
     times = {length: _seconds(lambda length=length: verify(length), repeats, places) for length in lengths}
-    verify_times, dearest = [], 0.0
+    verify_times, slowest = [], 0.0
     for length in range(1, most + 1):
-        above = min(one for one in lengths if one >= length)
-        below = max(one for one in lengths if one <= length)
+        above = min(timed for timed in lengths if timed >= length)
+        below = max(timed for timed in lengths if timed <= length)
         share = 0.0 if above == below else (length - below) / (above - below)
-        dearest = max(dearest, times[below] + share * (times[above] - times[below]))  # more tokens never cost less
-        verify_times.append(dearest)
+        slowest = max(slowest, times[below] + share * (times[above] - times[below]))  # more tokens never cost less
+        verify_times.append(slowest)
     return StepCosts(_seconds(draft, repeats, places), tuple(verify_times))
 
 

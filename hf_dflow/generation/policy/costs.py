@@ -21,15 +21,15 @@ class StepCosts:
 
     @classmethod
     def read(cls, value: Any, num_drafts: int) -> "StepCosts":
-        """Of a [`StepCosts`] or a `{"draft": seconds, "verify": [seconds, …]}`.
+        """From a [`StepCosts`] or a `{"draft": seconds, "verify": [seconds, …]}`, for steps of `num_drafts` drafts.
 
         Raises:
-            UnsupportedGenerationError: It is neither, or has too few or impossible numbers.
+            UnsupportedGenerationError: `value` is neither, or has too few or impossible numbers.
         """
         if isinstance(value, Mapping) and {"draft", "verify"} == set(value):
             is_list = isinstance(value["verify"], Sequence) and not isinstance(value["verify"], str)
             value = cls(value["draft"], tuple(value["verify"])) if is_list else value
-        if not isinstance(value, cls) or not all(_is_seconds(one) for one in (value.draft, *value.verify)):
+        if not isinstance(value, cls) or not all(map(_is_duration, (value.draft, *value.verify))):
             raise UnsupportedGenerationError(
                 f'step_costs={value!r}; give {{"draft": seconds, "verify": [seconds of 1, 2, … tokens]}}, or leave it '
                 "out to have it measured."
@@ -42,5 +42,5 @@ class StepCosts:
         return value
 
 
-def _is_seconds(value: Any) -> bool:
+def _is_duration(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < float("inf")

@@ -26,11 +26,12 @@ AFTER_PAUSE = 0.25  # what a pause leaves of the past yield, so that a drafter t
 
 @dataclass
 class LengthPlanner:
-    """Decides for one row, from its own past and the present drafts' confidence.
+    """Chooses lengths for one row, from its past steps and the present drafts' confidence.
 
-    Confidence is a number of the draft law before anything was sampled, so the cut does not depend on the tokens it
-    cuts. The text's law stays the target's; greedy text stays the same. Where `hf-dflow calibrate` fitted the drafter's
-    confidence on other texts, a row learns how much easier or harder its own is; else it learns by slot and confidence.
+    Confidence follows from the draft law before anything was sampled, so a cut does not depend on the tokens it cuts:
+    the text keeps the target's law, and greedy text does not change. Where `hf-dflow calibrate` fitted the drafter's
+    confidence on other texts, a row learns how much easier or harder its own text is; otherwise it learns by slot and
+    confidence.
     """
 
     costs: StepCosts
@@ -40,15 +41,15 @@ class LengthPlanner:
     ease: float = 0.0  # how much better than calibrated this row's drafts are, in logits
     precision: float = ROW_PRECISION  # of that
     steps: int = 0
-    explores: bool = False  # the next drafted step verifies one draft at least: else nothing would be learned any more
-    tokens: float = 0.0
-    seconds: float = 0.0
-    seen: list[float] = field(default_factory=list)  # confidences of the present block; empty where nothing was drafted
-    predicted: list[float] = field(default_factory=list)  # and what they were taken for
+    explores: bool = False  # the next drafted step verifies at least one draft, or nothing would be learned any more
+    tokens: float = 0.0  # of the last steps, and
+    seconds: float = 0.0  # what they cost
+    confidences: list[float] = field(default_factory=list)  # of the present block; empty where nothing was drafted
+    predicted: list[float] = field(default_factory=list)  # acceptance probabilities of the present block
     outcomes: list[tuple[float, bool]] = field(default_factory=list)  # of each judged draft: predicted, and accepted
 
     def acceptance(self, slot: int, confidence: float) -> float:
-        """Probability that the draft of `slot`, from 0, is accepted once all before it are."""
+        """Probability that the draft of `slot` (from 0) is accepted once all drafts before it are."""
         group, place = min(slot, SLOT_GROUPS - 1), min(BINS - 1, int(confidence * BINS))
         if self.calibration is not None:
             intercept, slope = self.calibration[group]
@@ -58,8 +59,8 @@ class LengthPlanner:
 
     def choose(self, confidences: Sequence[float]) -> int:
         """How many of the drafts with these confidences to verify: what maximises expected tokens per second."""
-        self.seen = list(confidences)
-        self.predicted = [self.acceptance(slot, one) for slot, one in enumerate(confidences)]
+        self.confidences = list(confidences)
+        self.predicted = [self.acceptance(slot, confidence) for slot, confidence in enumerate(confidences)]
         best, best_rate = 0, 1.0 / (self.costs.draft + self.costs.verify[0])
         expected, survives = 1.0, 1.0
         for slot, probability in enumerate(self.predicted):
@@ -77,12 +78,12 @@ class LengthPlanner:
         """Take note of a step: drafts up to the first failure were judged, those behind were not.
 
         Returns:
-            `bool`: Whether drafting should pause: as it went of late, it is slower than decoding without.
+            `bool`: Whether drafting should pause, as the last steps were slower than decoding without drafts.
         """
-        if not self.seen:
+        if not self.confidences:
             return False
         for slot in range(min(verified, accepted + 1)):
-            group, place = min(slot, SLOT_GROUPS - 1), min(BINS - 1, int(self.seen[slot] * BINS))
+            group, place = min(slot, SLOT_GROUPS - 1), min(BINS - 1, int(self.confidences[slot] * BINS))
             predicted, is_accepted = self.predicted[slot], slot < accepted
             self.outcomes.append((predicted, is_accepted))
             # One step of a normal approximation to the posterior of a logistic model's intercept (assumed density).
@@ -93,7 +94,7 @@ class LengthPlanner:
         self.steps += 1
         self.tokens = FORGET * self.tokens + accepted + 1
         self.seconds = FORGET * self.seconds + self.costs.draft + self.costs.verify[verified]
-        self.seen = []
+        self.confidences = []
         if self.steps < TRIAL or self.tokens * self.costs.verify[0] >= self.seconds:
             return False
         self.tokens *= AFTER_PAUSE
@@ -103,9 +104,9 @@ class LengthPlanner:
 
 
 def calibrated(confidence: float, intercept: float, slope: float) -> float:
-    """Probability by a line through the logit of a confidence (Platt scaling, 1999)."""
-    sure = min(max(confidence, LEAST_CONFIDENCE), 1.0 - LEAST_CONFIDENCE)
-    logit = intercept + slope * math.log(sure / (1.0 - sure))
+    """Acceptance probability from a line through the logit of a confidence (Platt scaling, 1999)."""
+    confidence = min(max(confidence, LEAST_CONFIDENCE), 1.0 - LEAST_CONFIDENCE)
+    logit = intercept + slope * math.log(confidence / (1.0 - confidence))
     return 0.5 * (1.0 + math.tanh(0.5 * logit))  # the logistic function, which no logit overflows
 
 

@@ -1,12 +1,12 @@
-"""AcceptanceMonitor: watches acceptance by route while serving, and stops drafting where it does not pay.
+"""AcceptanceMonitor: monitors acceptance by route while serving, and stops drafting where it does not pay.
 
-A *route* is whatever the caller tells apart: a kind of task, a tenant, a prompt template. Each has a rolling window of
-its last steps. Drafting pays as long as tokens per step are above break-even, the time of a step with drafts over that
-of one without; both are measured as the route is served, or given. Below it the route decodes plainly and tries a few
-blocks after a pause that doubles with each trial in vain.
+A *route* is whatever the caller distinguishes: a kind of task, a tenant, a prompt template. Each has a rolling window
+of its last steps. Drafting pays as long as tokens per step are above break-even, the time of a step with drafts over
+that of one without; both are measured while the route is served, or given. Below break-even the route decodes plainly
+and tries a few blocks after a pause that doubles with each trial in vain.
 
-Whether a step drafts is decided before it, from steps that are over. So greedy text stays what it is, and a sampled one
-keeps its law, though not its tokens for the same seed.
+Whether a step drafts is decided before it, from past steps. So greedy text does not change, and sampled text keeps its
+law, though not its tokens for the same seed.
 """
 
 import logging
@@ -34,15 +34,15 @@ from hf_dflow.generation.statistics import AcceptanceStatistics
 
 logger = logging.getLogger(__name__)
 
-FEWEST_TIMES = 4  # of a kind of step, before its median is believed
-KEPT_TIMES = 64  # the last of each kind: both grow with the context, so old ones mislead
-CALIBRATION_AFTER = 8  # steps with drafts, behind which the first steps without are measured
-REMEASURE_EVERY = 64  # steps with drafts for one without, which keeps the time of the latter up to date
+FEWEST_TIMES = 4  # of a kind of step before its median is used
+KEPT_TIMES = 64  # of each kind, the last: times grow with the context, so old ones mislead
+CALIBRATION_AFTER = 8  # steps with drafts before the first steps without are measured
+REMEASURE_EVERY = 64  # steps with drafts for one without, which keeps the time of plain steps up to date
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Measured seconds of a step's parts, for a monitor that shall not measure them itself.
+    """Measured seconds of a step's parts, for a monitor that does not measure them itself.
 
     Args:
         draft (`float`): One drafter forward.
@@ -50,7 +50,7 @@ class StepTimes:
         plain (`float`): One target forward over a single token.
 
     Raises:
-        DFlowError: One of them is no time.
+        DFlowError: One of them is not a duration.
     """
 
     draft: float
@@ -73,9 +73,9 @@ class MonitorSettings:
 
     Args:
         window (`int`): Drafted steps of single sequences that are judged together.
-        fewest_steps (`int`): So many must be in the window before it is judged.
-        probe_steps (`int`): Steps with drafts of one trial.
-        first_pause, longest_pause (`int`): Steps without drafts before a trial: at first, and at most.
+        fewest_steps (`int`): Steps in the window before it is judged.
+        probe_steps (`int`): Steps with drafts in one trial.
+        first_pause, longest_pause (`int`): Steps without drafts before a trial, at first and at most.
 
     Raises:
         DFlowError: A number is below 1, or the two of a pair are the wrong way round.
@@ -96,12 +96,12 @@ class MonitorSettings:
 
     @property
     def steps_until_back(self) -> int:
-        """At most so many steps after its drafter turned good, a route drafts again: one trial may be lost to the bad
-        drafter's last block, the longest pause follows, and the next trial decides."""
+        """Steps after which a route resumes drafting, at most, once its drafter has turned good: one trial may be lost
+        to the bad drafter's last block, the longest pause follows, and the next trial decides."""
         return self.longest_pause + 2 * self.probe_steps
 
     def largest_waste(self, steps: int) -> int:
-        """At most so many of `steps` steps draft in vain, when a drafter of no use at all gets them from the start."""
+        """Steps of the first `steps` that draft in vain, at most, with a drafter that is of no use at all."""
         first = max(self.fewest_steps, CALIBRATION_AFTER + 1)
         trials, pause, passed = 0, self.first_pause, first
         while passed + pause < steps:
@@ -120,10 +120,9 @@ class _Totals:
 
 
 class MonitoredRoute:
-    """One route of an [`AcceptanceMonitor`], made by its `route`. Goes into `DFlowGenerationConfig(monitor=…)`.
+    """One route of an [`AcceptanceMonitor`], made by its `route`, for `DFlowGenerationConfig(monitor=…)`.
 
-    The loop asks `drafts_now` and reports with `end_step`; a loop of another kind can do the same. May be shared by
-    threads.
+    The loop reads `drafts_now` and reports with `end_step`; any other loop can do the same. Threads may share a route.
     """
 
     def __init__(self, monitor: "AcceptanceMonitor", name: str):
@@ -139,12 +138,12 @@ class MonitoredRoute:
         self._totals = _Totals()
 
     def __deepcopy__(self, memo) -> "MonitoredRoute":
-        """`generate` copies its configuration; the route must remain the one that is watched."""
+        """`generate` copies its configuration; the route must stay the one that is monitored."""
         return self
 
     @property
     def drafts_now(self) -> bool:
-        """Whether the next step is to draft."""
+        """Whether the next step drafts."""
         with self._lock:
             return self._state != PLAIN and not self._wants_plain_time()
 
@@ -162,10 +161,10 @@ class MonitoredRoute:
 
         Args:
             drafted, accepted (`list[int]`): Of each sequence of the batch; 0 where it did not draft.
-            seconds (`float`, *optional*): What the step took. Needed unless the monitor was given its times.
+            seconds (`float`, *optional*): Duration of the step. Required unless the monitor was given its times.
 
         Raises:
-            DFlowError: Neither is there, so that nothing could ever be judged.
+            DFlowError: Neither was given, so nothing could ever be judged.
         """
         if seconds is None and self.monitor.times is None:
             raise DFlowError("end_step without seconds; give them, or the monitor its times=StepTimes(…)")
@@ -184,11 +183,11 @@ class MonitoredRoute:
         self.monitor.tell(events)
 
     def figures(self) -> RouteFigures:
-        """The route now."""
+        """The present figures."""
         with self._lock:
             return self._figures()
 
-    # -- all below is called with the lock held
+    # -- everything below is called with the lock held
 
     def _note(self, pairs: list[tuple[int, int]]) -> None:
         self._window.extend(pairs)
@@ -214,7 +213,7 @@ class MonitoredRoute:
             self._window.clear()
         elif self._state == PROBING:
             self._enter(DRAFTING, events)
-        elif len(self._window) == settings.window:  # only a full one shows that a trial was no luck
+        elif len(self._window) == settings.window:  # only a full window rules out a lucky trial
             self._next_pause = settings.first_pause
 
     def _rest(self, events: list[RouteEvent]) -> None:
@@ -279,20 +278,20 @@ class RoutePolicy(DraftPolicy):
 
 @dataclass
 class AcceptanceMonitor:
-    """Watches acceptance by route; see the module.
+    """Monitors acceptance by route; see the module.
 
     Args:
         settings (`MonitorSettings`, *optional*): Window, trials and pauses.
         times (`StepTimes`, *optional*): Measured before, in place of measuring while serving. Without them one step in
             64 does not draft, so that the time of plain steps is known.
-        low_acceptance (`float` or `dict[str, float]`, *optional*): A callback and the log are told when a route's draft
-            acceptance rate falls below it, and when it is back. Of all routes, or by route.
-        on_event (`list[Callable[[RouteEvent], None]]`, *optional*): Told of every change. What they raise is logged and
-            goes no further; they run in the thread that decodes.
+        low_acceptance (`float` or `dict[str, float]`, *optional*): Threshold of the draft acceptance rate, for all
+            routes or by route; falling below it and recovering are logged, and reported to the callbacks.
+        on_event (`list[Callable[[RouteEvent], None]]`, *optional*): Called at every change, in the thread that decodes.
+            An exception they raise is logged and goes no further.
         clock (`Callable[[], float]`, *optional*): Seconds, of which only differences count.
 
     Raises:
-        DFlowError: A threshold is no rate.
+        DFlowError: A threshold is not a rate.
     """
 
     settings: MonitorSettings = field(default_factory=MonitorSettings)
@@ -314,14 +313,14 @@ class AcceptanceMonitor:
         return self
 
     def route(self, name: str) -> MonitoredRoute:
-        """The route `name`, made at the first call. Each keeps a window, so names should be few: no user ids."""
+        """The route `name`, made at the first call. Each keeps a window, so use few names: no user ids."""
         with self._lock:
             return self._routes.setdefault(name, MonitoredRoute(self, name))
 
     def figures(self) -> list[RouteFigures]:
-        """Every route now, by name."""
+        """Present figures of every route, by name."""
         with self._lock:
-            routes = sorted(self._routes.values(), key=lambda one: one.name)
+            routes = sorted(self._routes.values(), key=lambda route: route.name)
         return [route.figures() for route in routes]
 
     def threshold_of(self, route: str) -> float | None:
@@ -337,7 +336,7 @@ class AcceptanceMonitor:
             for callback in self.on_event:
                 try:
                     callback(event)
-                except Exception:  # a broken alert must not take decoding down with it
+                except Exception:  # a broken alert must not stop decoding
                     logger.exception("A callback failed on %s of route %r.", event.kind, event.figures.route)
 
     def prometheus_text(self) -> str:

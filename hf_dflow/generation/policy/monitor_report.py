@@ -9,7 +9,7 @@ LOW, RECOVERED = "low_acceptance", "acceptance_recovered"  # other kinds of even
 
 @dataclass(frozen=True)
 class RouteFigures:
-    """A route at a moment. Rates are those of the window, `None` where it is empty; counts are those of all time."""
+    """A route at one moment. Rates are those of the window, `None` where it is empty; counts are of all time."""
 
     route: str
     state: str  # "drafting", "plain" or "probing"
@@ -58,17 +58,17 @@ class RouteEvent:
 
 
 EXPORTED: tuple[tuple[str, str, str, Callable[[RouteFigures], float | None]], ...] = (
-    ("draft_tokens_total", "counter", "Drafts verified.", lambda one: one.num_draft_tokens),
-    ("accepted_draft_tokens_total", "counter", "Drafts accepted.", lambda one: one.num_accepted_draft_tokens),
-    ("spec_steps_total", "counter", "Steps with drafts, each sequence's own.", lambda one: one.num_spec_steps),
-    ("plain_steps_total", "counter", "Steps without drafts.", lambda one: one.num_plain_steps),
-    ("switches_to_plain_total", "counter", "Times that drafting was switched off.", lambda one: one.num_switches),
+    ("draft_tokens_total", "counter", "Drafts verified.", lambda route: route.num_draft_tokens),
+    ("accepted_draft_tokens_total", "counter", "Drafts accepted.", lambda route: route.num_accepted_draft_tokens),
+    ("spec_steps_total", "counter", "Steps with drafts, each sequence's own.", lambda route: route.num_spec_steps),
+    ("plain_steps_total", "counter", "Steps without drafts.", lambda route: route.num_plain_steps),
+    ("switches_to_plain_total", "counter", "Times that drafting was switched off.", lambda route: route.num_switches),
     ("drafting", "gauge", "1 while the route drafts, 0 while it decodes plainly or tries.",
-     lambda one: one.state == DRAFTING),
-    ("draft_acceptance_rate", "gauge", "Accepted over drafted, last steps.", lambda one: one.draft_acceptance_rate),
-    ("low_acceptance_threshold", "gauge", "Acceptance rate that is reported.", lambda one: one.low_acceptance),
-    ("tokens_per_step", "gauge", "Accepted drafts and the bonus, last steps.", lambda one: one.tokens_per_step),
-    ("break_even_tokens_per_step", "gauge", "From which drafting pays.", lambda one: one.break_even),
+     lambda route: route.state == DRAFTING),
+    ("draft_acceptance_rate", "gauge", "Accepted over drafted, last steps.", lambda route: route.draft_acceptance_rate),
+    ("low_acceptance_threshold", "gauge", "Acceptance rate that is reported.", lambda route: route.low_acceptance),
+    ("tokens_per_step", "gauge", "Accepted drafts and the bonus, last steps.", lambda route: route.tokens_per_step),
+    ("break_even_tokens_per_step", "gauge", "From which drafting pays.", lambda route: route.break_even),
 )  # fmt: skip
 
 
@@ -77,9 +77,9 @@ def prometheus_text(figures: Sequence[RouteFigures]) -> str:
     lines = []
     for name, kind, meaning, read in EXPORTED:
         lines += [f"# HELP hf_dflow_{name} {meaning}", f"# TYPE hf_dflow_{name} {kind}"]
-        for one in figures:
-            if (value := read(one)) is not None:
-                lines.append(f'hf_dflow_{name}{{route="{_escaped(one.route)}"}} {float(value)}')
+        for route in figures:
+            if (value := read(route)) is not None:
+                lines.append(f'hf_dflow_{name}{{route="{_escaped(route.route)}"}} {float(value)}')
     return "\n".join(lines) + "\n"
 
 
