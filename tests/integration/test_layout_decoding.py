@@ -224,6 +224,9 @@ def test_a_relay_on_top_in_a_batch_and_saved(kind, fields, tmp_path):
     assert torch.equal(together.sequences[:1], text[:, : PROMPT_LENGTH + NEW_TOKENS])
     assert_not_vacuous(relayed)
     assert relayed.per_step_accepted != untrained
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "drafter": drafter, "trust_remote_code": True}
+    published = target.generate(prompt, custom_generate=str(tmp_path / "ours"), **options)
+    assert torch.equal(published, text[:, : PROMPT_LENGTH + NEW_TOKENS])
     drafter.config.generation_defaults = {"use_relay": False}
     without = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
     assert without.statistics.per_step_accepted == untrained

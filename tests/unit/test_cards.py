@@ -1,4 +1,4 @@
-"""Model cards: what a finished one holds, what is said of one that lacks it, and figures that are those measured."""
+"""Model cards and publishing: what a finished card holds, what stops an upload, what is sent, figures as measured."""
 
 import json
 import re
@@ -6,17 +6,25 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
-from kit import tiny_drafter, tiny_target
+from kit import shared_target, tiny_drafter
 from typer.testing import CliRunner
 
-from hf_dflow import cli
+from hf_dflow import DFlowDrafter, cli
 from hf_dflow.checkpoints.names import BUNDLED
 from hf_dflow.hub.cards import FILL_IN, SECTIONS, check_card, make_card
+from hf_dflow.hub.publishing import CardError, publish
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CARDS = ROOT / "model_cards"
 SMOLLM2 = (CARDS / "smollm2-135m-instruct-b8.md").read_text(encoding="utf-8")
-CONTESTANTS = {"DFlash (relay off)": "dflash", "DFlow": "dflow"}
+NAME = "org/my-drafter"
+FILES = [
+    "README.md",
+    "config.json",
+    "custom_generate/generate.py",
+    "custom_generate/requirements.txt",
+    "model.safetensors",
+]
 
 
 def measured(name):
@@ -65,7 +73,7 @@ def test_what_a_card_lacks_is_said(case, tmp_path):
 
 def test_the_template_makes_a_card_that_only_its_maker_can_finish():
     """Bug: a generated card that passes for a finished one, or that nobody can finish."""
-    drafter = tiny_drafter(tiny_target(), target_name="org/target", chat_mode="thinking")
+    drafter = tiny_drafter(shared_target(), target_name="org/target", chat_mode="thinking")
     text = make_card(drafter, "org/drafter", "apache-2.0")
     card = ModelCard(text)
     assert card.data.base_model == "org/target" and card.data.license == "apache-2.0"
@@ -84,6 +92,78 @@ def test_the_template_is_the_packages():
     template = (CARDS / "_template.md").read_text(encoding="utf-8")
     assert template == (ROOT / "hf_dflow" / "hub" / "card_template.md").read_text(encoding="utf-8")
     assert all(f"## {title}\n" in template for title in SECTIONS)
+
+
+def test_a_card_names_the_parts_of_a_drafter():
+    """Bug: a published drafter whose page does not say that its drafts condition on each other."""
+    target, correction = shared_target(), {"correction_intermediate_size": 16, "correction_top_k": 4}
+    for relay, fields, words in (
+        ("random", {}, "with verifier relay for"),
+        ("random", correction, "with verifier relay and causal correction for"),
+        (None, {}, "drafter for speculative decoding"),
+    ):
+        assert words in make_card(tiny_drafter(target, 5, relay, **fields), None)
+
+
+# -- publishing; through a Hub: tests/nightly/test_hub.py
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return tiny_drafter(shared_target())  # saving one writes into its configuration
+
+
+@pytest.fixture
+def folder(drafter, tmp_path):
+    """As a maker would have it: saved, the card finished, training state beside it."""
+    drafter.save_pretrained(tmp_path / "drafter")
+    (tmp_path / "drafter" / "README.md").write_text(SMOLLM2, encoding="utf-8")
+    (tmp_path / "drafter" / "optimizer.pt").write_bytes(b"training state")
+    return tmp_path / "drafter"
+
+
+def test_a_card_that_is_not_ready_stops_it(drafter, folder, monkeypatch):
+    """Bug: a repository is made first and the card is found wanting afterwards."""
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: pytest.fail("sent"))
+    with pytest.raises(CardError, match="license"):
+        publish(drafter, NAME, SMOLLM2.replace("license: apache-2.0\n", ""))
+    with pytest.raises(CardError, match="Limits"):
+        drafter.push_to_hub(NAME, card=SMOLLM2.replace("## Limits", "## Ends"))
+    (folder / "README.md").unlink()
+    done = CliRunner().invoke(cli.app, ["publish", str(folder), NAME])
+    assert done.exit_code == 2 and "card new" in done.output + done.stderr
+
+
+def test_push_to_hub_uploads_what_the_command_does(drafter, folder, monkeypatch):
+    """Bug: transformers' own push_to_hub, which writes a card of its own over ours; a pickle among the files (F2)."""
+    sent = {}
+
+    def upload(self, *, folder_path, repo_id, **kwargs):
+        paths = [path for path in folder_path.rglob("*") if path.is_file()]
+        sent.update({str(path.relative_to(folder_path)): path.read_bytes() for path in paths})
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
+    drafter.push_to_hub(NAME, card=folder / "README.md")
+    assert sorted(sent) == FILES and sent["README.md"].decode() == SMOLLM2
+    drafter.push_to_hub(NAME)
+    assert sorted(sent) == FILES and FILL_IN in sent["README.md"].decode()
+    with pytest.raises(ValueError, match="push_to_hub"):
+        drafter.save_pretrained(folder, push_to_hub=True)
+
+
+def test_saving_keeps_a_card(drafter, tmp_path):
+    """Bug: a second save writes the template over a finished card."""
+    drafter.save_pretrained(tmp_path)
+    assert FILL_IN in (tmp_path / "README.md").read_text()
+    assert "REPOSITORY = None" in (tmp_path / "custom_generate" / "generate.py").read_text()
+    (tmp_path / "README.md").write_text("mine")
+    drafter.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert DFlowDrafter.from_pretrained(tmp_path).config.block_size == 8
+
+
+# -- figures
 
 
 def test_the_cards_figures_are_those_measured():

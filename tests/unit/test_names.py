@@ -1,4 +1,4 @@
-"""Drafters by name: the table, the bundled ones, and a cache that huggingface_hub itself laid out, online and off."""
+"""Drafters by name: the table, the bundled ones, and what a name may be."""
 
 import json
 import re
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import Hub
-from kit import tiny_drafter, tiny_target
+from kit import shared_target, tiny_drafter, tiny_target
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowDrafter, UnknownDrafterError, cli
@@ -15,80 +14,7 @@ from hf_dflow.checkpoints.names import BUNDLED, TABLE, drafter_for, drafters_for
 from hf_dflow.checkpoints.reader import LAYOUTS
 from hf_dflow.generation.configuration import CHAT_MODES
 
-ROOT = Path(__file__).parent.parent
-NAME = "org/drafter"
-LOAD = """
-import json, sys
-from hf_dflow import DFlowDrafter
-found = []
-for options in json.loads(sys.argv[1]):
-    drafter = DFlowDrafter.from_pretrained("org/drafter", **options)
-    found.append({
-        "scale": drafter.config.output_multiplier, "sum": drafter.fc.weight.double().sum().item(),
-        "commit": drafter.config._commit_hash, "name": drafter.name_or_path, "dtype": str(drafter.dtype),
-    })
-print(json.dumps(found))
-"""
-NO_NETWORK = """
-import socket
-def refuse(*args, **kwargs):
-    raise AssertionError("a connection was tried")
-socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
-"""
-
-
-def files_of(path, **overrides):
-    drafter = tiny_drafter(tiny_target(dtype=torch.float32), **overrides)
-    drafter.save_pretrained(path)
-    found = {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
-    return drafter, found
-
-
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory):
-    """A repository of two commits, the second also in a subfolder and named otherwise in its weights."""
-    with Hub() as hub:
-        hub.drafters, hub.commits = [], []
-        for seed in (1, 2):
-            path = tmp_path_factory.mktemp("drafter")
-            drafter, files = files_of(path, seed=seed, output_multiplier=float(seed))
-            files |= {f"inner/{name}": content for name, content in files.items()} if seed == 2 else {}
-            hub.drafters.append(drafter)
-            hub.commits.append(hub.commit(NAME, files))
-        yield hub
-
-
-def load(hub, home, *options, script=LOAD, offline=False):
-    """What each `from_pretrained(NAME, **options)` gives, all in one process."""
-    return json.loads(hub.run(script, home, json.dumps(options), offline=offline).splitlines()[-1])
-
-
-def test_two_revisions_online_then_offline(hub, tmp_path):
-    """Bug: a revision that reaches config.json and not the weights; a look-up that needs the network though the cache
-    is filled; the branch of a cache that is taken for a commit; look-ups of adapters, pickles or code, which a
-    repository could use to have something else loaded."""
-    online = load(hub, tmp_path, {"revision": hub.commits[0]}, {}, {"subfolder": "inner"})
-    for i, one in zip((0, 1, 1), online, strict=True):
-        assert one["scale"] == i + 1 and one["commit"] == hub.commits[i] and one["name"] == NAME
-        assert one["sum"] == pytest.approx(hub.drafters[i].fc.weight.double().sum().item())
-    assert (tmp_path / "hub" / "models--org--drafter" / "refs" / "main").read_text() == hub.commits[1]
-    asked = [path.split("/resolve/")[1].split("/", 1) for _, path in hub.requests if "/resolve/" in path]
-    assert {path for _, path in asked} == {
-        "config.json",
-        "model.safetensors",
-        "inner/config.json",
-        "inner/model.safetensors",
-    }
-    # The branch is followed for config.json and nothing else.
-    assert {path for revision, path in asked if revision == "main"} == {"config.json", "inner/config.json"}
-    before = len(hub.requests)
-    cached = {"local_files_only": True}
-    silent = load(
-        hub, tmp_path, {"revision": hub.commits[0], **cached}, {"dtype": "bfloat16", **cached}, script=NO_NETWORK + LOAD
-    )
-    assert silent[0] == online[0] and silent[1]["dtype"] == "torch.bfloat16" and silent[1]["commit"] == hub.commits[1]
-    assert load(hub, tmp_path, {}, script=NO_NETWORK + LOAD, offline=True)[0] == online[1]
-    assert len(hub.requests) == before
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_bundled_drafter_needs_no_network(monkeypatch):
@@ -105,7 +31,7 @@ def test_the_bundled_drafter_needs_no_network(monkeypatch):
 def test_a_folder_goes_before_a_name(tmp_path, monkeypatch):
     """Bug: a user's own folder shadowed by a bundled drafter of that name."""
     monkeypatch.chdir(tmp_path)
-    files_of(tmp_path / "tiny-airports-b8", block_size=5)
+    tiny_drafter(shared_target(), 5).save_pretrained(tmp_path / "tiny-airports-b8")
     assert DFlowDrafter.from_pretrained("tiny-airports-b8").config.block_size == 5
 
 
