@@ -1,58 +1,31 @@
-"""Block-diffusion speculative decoding in transformers that reuses what the verifier computed."""
+"""Block-diffusion speculative decoding in transformers that reuses what the verifier computed.
 
-from transformers import AutoConfig, AutoModel
+Importing this package imports neither torch nor transformers: a public name is imported when it is first used
+(`__init__.pyi` lists them), and transformers learns of the flag and of the drafter once its own modules for them are
+imported, in either order.
+"""
 
-from hf_dflow._version import __version__
-from hf_dflow.errors import (
-    DFlowError,
-    DrafterConfigError,
-    DrafterWeightsError,
-    PairMismatchError,
-    UnknownDrafterError,
-    UnsupportedGenerationError,
-)
-from hf_dflow.generation.acceptance import AcceptanceContext, AcceptanceProcessor, AcceptanceThreshold
-from hf_dflow.generation.configuration import DFlowGenerationConfig
-from hf_dflow.generation.decoder import DFlowDecoder
-from hf_dflow.generation.mixture import StaleMixture
-from hf_dflow.generation.output import GenerateDFlowOutput
-from hf_dflow.generation.pair import check_pair, record_target, tokenizer_fingerprint
-from hf_dflow.generation.policy.monitor import AcceptanceMonitor, MonitorSettings, StepTimes
-from hf_dflow.generation.statistics import AcceptanceStatistics
-from hf_dflow.generation.step import VerifierFeedback
-from hf_dflow.generation.strategy import install, uninstall
-from hf_dflow.model.configuration import DFlowDrafterConfig
-from hf_dflow.model.drafter import DFlowDrafter
+from importlib import import_module
 
-AutoConfig.register(DFlowDrafterConfig.model_type, DFlowDrafterConfig, exist_ok=True)
-AutoModel.register(DFlowDrafterConfig, DFlowDrafter, exist_ok=True)
-install()
+import lazy_loader
+import wrapt
 
-__all__ = [
-    "AcceptanceContext",
-    "AcceptanceMonitor",
-    "AcceptanceProcessor",
-    "AcceptanceStatistics",
-    "AcceptanceThreshold",
-    "DFlowDecoder",
-    "DFlowDrafter",
-    "DFlowDrafterConfig",
-    "DFlowError",
-    "DFlowGenerationConfig",
-    "DrafterConfigError",
-    "DrafterWeightsError",
-    "GenerateDFlowOutput",
-    "MonitorSettings",
-    "PairMismatchError",
-    "StaleMixture",
-    "StepTimes",
-    "UnknownDrafterError",
-    "UnsupportedGenerationError",
-    "VerifierFeedback",
-    "__version__",
-    "check_pair",
-    "install",
-    "record_target",
-    "tokenizer_fingerprint",
-    "uninstall",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+@wrapt.when_imported("transformers.generation.utils")
+def _install_flag(_) -> None:
+    import_module("hf_dflow.generation.strategy")  # which installs itself
+
+
+@wrapt.when_imported("transformers.models.auto.configuration_auto")
+def _register_configuration(_) -> None:
+    import_module("hf_dflow.model.configuration")  # which registers itself
+
+
+@wrapt.when_imported("transformers.models.auto.modeling_auto")
+def _register_drafter(modeling_auto) -> None:
+    """With a stand-in, imported when it is used: what the drafter needs of transformers may be half imported here."""
+    configuration = import_module("hf_dflow.model.configuration").DFlowDrafterConfig
+    drafter = wrapt.LazyObjectProxy(lambda: import_module("hf_dflow.model.drafter").DFlowDrafter)
+    modeling_auto.MODEL_MAPPING.register(configuration, drafter, exist_ok=True)

@@ -1,9 +1,11 @@
-"""`hf-dflow`: the demo, a losslessness check, a look into a drafter's folder, and training."""
+"""The commands of `hf-dflow`. Each is a function of its room and imports torch only when it runs."""
 
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+from hf_dflow._version import __version__
 from hf_dflow.bench import commands as bench
 from hf_dflow.bench.app import app as bench_app
 from hf_dflow.console import errors_in_words
@@ -25,6 +27,23 @@ commands: list[Callable[..., None]] = [
     training.data,
     training.train,
 ]
+
+
+def show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"hf-dflow {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 for command in commands:
     app.command()(errors_in_words()(command))
 app.add_typer(hub.card, name="card")

@@ -223,6 +223,7 @@ def written(folder: Path, variant: str, layout: str | None) -> dict[str, Any]:
             export(folder / "llama" / variant, layout, output)
         config = json.loads((output / "config.json").read_text())
         config.get("hf_dflow", {}).pop("version", None)
+        config.pop("relay_top_k", None)  # which the package no longer has
         weights = {name: digest(value) for file in sorted(output.rglob("*.safetensors"))
                    for name, value in load_file(file).items()}  # fmt: skip
     return {"config": config, "weights": weights}

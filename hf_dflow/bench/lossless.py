@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_dflow.generation.configuration import SPECULATION_TYPE
+from hf_dflow.generation import SPECULATION_TYPE
 from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.model.drafter import DFlowDrafter
 

@@ -1,0 +1,1 @@
+SPECULATION_TYPE = "dflow"  # the flag of `generate`

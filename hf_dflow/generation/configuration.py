@@ -6,6 +6,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_dflow.errors import UnsupportedGenerationError
+from hf_dflow.generation import SPECULATION_TYPE
 from hf_dflow.generation.acceptance import AcceptanceProcessor, AcceptanceThreshold
 from hf_dflow.generation.mixture import LEARNED, StaleMixture, is_mixture_weight
 from hf_dflow.generation.policy.costs import StepCosts
@@ -14,7 +15,6 @@ from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO, LARGEST_TREE
 from hf_dflow.kernels import BACKENDS
 from hf_dflow.model.drafter import DFlowDrafter
 
-SPECULATION_TYPE = "dflow"
 SAMPLING_RULES = ("token", "block")
 SWITCHED_OFF = ("tree_budget", "acceptance_threshold")  # by False, whatever the drafter's defaults say
 CHAT_MODES = ("thinking", "non-thinking", "chat", "raw")

@@ -1,15 +1,16 @@
-"""The only seam into `generate`: two methods of `GenerationMixin`, wrapped once and given back on request."""
+"""The only seam into `generate`: two methods of `GenerationMixin`, wrapped once and given back on request.
+
+It installs itself as soon as transformers' generation is imported, when the rest of transformers may not be there yet.
+So what the wrappers call is imported once a call needs it.
+"""
 
 import functools
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers.generation.utils import GenerationMixin
 
 from hf_dflow.errors import UnsupportedGenerationError
-from hf_dflow.generation.checks import check_mode, check_target
-from hf_dflow.generation.configuration import SPECULATION_TYPE
-from hf_dflow.generation.decoder import DFlowDecoder
-from hf_dflow.model.drafter import DFlowDrafter
+from hf_dflow.generation import SPECULATION_TYPE
 
 WRAPPED = ("_validate_generation_mode", "_assisted_decoding")
 
@@ -30,6 +31,14 @@ def uninstall() -> None:
             setattr(GenerationMixin, name, original)
 
 
+def _is_ours(drafter: Any) -> bool:
+    if drafter is None:
+        return False
+    from hf_dflow.model.drafter import DFlowDrafter
+
+    return isinstance(drafter, DFlowDrafter)
+
+
 def _remember(wrapper: Any, original):
     wrapper._hf_dflow_original = original
     return wrapper
@@ -42,6 +51,8 @@ def _wrap_validation(original):
         # A callable custom_generate is handed none of generate's own arguments, and DFlowDecoder checks for itself.
         is_custom = "synced_gpus" not in generation_mode_kwargs
         if generation_config.speculation_type == SPECULATION_TYPE and not is_custom:
+            from hf_dflow.generation.checks import check_mode, check_target
+
             check_mode(generation_config, drafter)
             if generation_config.num_beams in (None, 1) and generation_mode != "assisted_generation":
                 raise UnsupportedGenerationError(
@@ -50,7 +61,7 @@ def _wrap_validation(original):
                 )
             check_target(self)  # here too: generate runs an encoder before it decodes
             return None
-        if isinstance(drafter, DFlowDrafter) and generation_config.speculation_type != "dflash":
+        if _is_ours(drafter) and generation_config.speculation_type != "dflash":
             raise UnsupportedGenerationError(
                 f'a DFlowDrafter as assistant_model needs speculation_type="{SPECULATION_TYPE}" (or "dflash" for '
                 "transformers' own loop without feedback)."
@@ -69,6 +80,8 @@ def _wrap_assisted_decoding(original):
             )
         for name in ("inputs_tensor", "assistant_tokenizer"):  # generate's own, nothing for the target
             kwargs.pop(name, None)
+        from hf_dflow.generation.decoder import DFlowDecoder
+
         decoder: Any = DFlowDecoder(assistant_model)
         return decoder(self, input_ids, *args, generation_config=generation_config, **kwargs)
 
@@ -76,3 +89,5 @@ def _wrap_assisted_decoding(original):
 
 
 _WRAPPERS = {"_validate_generation_mode": _wrap_validation, "_assisted_decoding": _wrap_assisted_decoding}
+
+install()

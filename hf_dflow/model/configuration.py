@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -371,3 +371,6 @@ def _is_table(value: Any, shape: tuple[int, ...]) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and -sys.float_info.max <= value <= sys.float_info.max  # an int may exceed any float
     return isinstance(value, list) and len(value) == shape[0] and all(_is_table(part, shape[1:]) for part in value)
+
+
+AutoConfig.register(DFlowDrafterConfig.model_type, DFlowDrafterConfig, exist_ok=True)

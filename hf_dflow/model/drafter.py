@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
@@ -298,5 +299,7 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
         hidden = self.draft_hidden(noise_embeds.to(self.dtype), block_positions, extend, mask_for)
         return BaseModelOutput(last_hidden_state=hidden)
 
+
+AutoModel.register(DFlowDrafterConfig, DFlowDrafter, exist_ok=True)
 
 __all__ = ["DFlowDrafter"]
