@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_dflow.kernels import BlockDecision, VerifyInputs, verify_block
-from hf_dflow.kernels.backends import has_triton
+from hf_dflow.kernels.backends import HAS_TRITON
 
-BACKENDS = ("torch", "triton") if has_triton() else ("torch",)
+BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
 JUST_BELOW_ONE = math.nextafter(1.0, 0.0)
 NAN = float("nan")
 ignore_numpy_warnings = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of 1/0 in lanes nobody reads
@@ -47,7 +47,7 @@ def _patch_once_per_launch() -> None:
     interpreter._patch_lang = patch
 
 
-if has_triton():
+if HAS_TRITON:
     _patch_once_per_launch()
     from hf_dflow.kernels import triton_tiles, triton_verify
 

@@ -1,9 +1,9 @@
 """The doors of the ops, and which backend runs behind them: torch everywhere, Triton where it can."""
 
+import importlib.util
 import logging
 import os
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hf_dflow.kernels.torch_ops import BlockDecision, VerifyInputs
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch", "triton")
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # not imported before a kernel runs: that takes its time
 
 _broken_ops: set[str] = set()  # ops whose kernels did not compile in this process
 _logged_reasons: set[str] = set()
@@ -76,18 +77,9 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes")
 
 
-@cache  # a failing import is slow
-def has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def _why_not_triton(device: torch.device) -> str | None:
     """What keeps Triton from running on `device`, and what to do about it; `None` where nothing does."""
-    if not has_triton():
+    if not HAS_TRITON:
         return "Triton is not installed; pip install 'hf-dflow[triton]' on Linux"
     if not is_gpu(device) and not is_interpreted():
         return f"Triton needs a CUDA device, but the tensors are on {device.type!r}"

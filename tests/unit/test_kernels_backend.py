@@ -118,7 +118,7 @@ def test_a_device_fault_is_not_hidden(pretend_gpu, monkeypatch, error):
 
 def test_a_gpu_without_triton_is_worth_a_warning(pretend_gpu, monkeypatch, caplog):
     """Bug: someone with a GPU runs the slow path for months without a word."""
-    monkeypatch.setattr(backends, "has_triton", lambda: False)
+    monkeypatch.setattr(backends, "HAS_TRITON", False)
     for _ in range(2):
         verify_block(small())
     (record,) = caplog.records

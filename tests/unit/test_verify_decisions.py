@@ -18,48 +18,46 @@ CONFIGS = [(rule, law) for rule in SAMPLED for law in ("dense", "point mass", "m
 
 def oracle(target, draft, drafts, uniforms, rule):
     """The three rules of MATH.md, read aloud for one row of plain floats; `target` has one row more than `draft`."""
-    n = len(drafts)
-    vocab = range(len(target[0]))
-    weights = [1.0]
-    for i, x in enumerate(drafts):
-        p, q = target[i][x], draft[i][x]
-        grown = weights[i] * p
-        weights.append(0.0 if grown == 0 else 1.0 if q == 0 else min(1.0, grown / q))
-    accepted = 0
+
+    def capped_ratio(target_prob, draft_prob):
+        return 0.0 if target_prob == 0 else 1.0 if draft_prob == 0 else min(1.0, target_prob / draft_prob)
+
+    def residual(weight, i):
+        return [max(weight * target[i][x] - draft[i][x], 0.0) for x in range(len(target[i]))]
+
+    num_drafts, accepted, weight = len(drafts), 0, 1.0
     if rule == "greedy":
         best = [row.index(max(row)) for row in target]
-        while accepted < n and drafts[accepted] == best[accepted]:
+        while accepted < num_drafts and drafts[accepted] == best[accepted]:
             accepted += 1
         return accepted, best[accepted]
     if rule == "token":
         for i, x in enumerate(drafts):
-            p, q = target[i][x], draft[i][x]
-            if not uniforms[i] < (0.0 if p == 0 else 1.0 if q == 0 else min(1.0, p / q)):
+            if not uniforms[i] < capped_ratio(target[i][x], draft[i][x]):
                 break
             accepted = i + 1
-        weight = 1.0
     else:
-        for i in range(1, n + 1):
-            if i == n:
-                h = weights[n]
-            else:
-                s = sum(max(weights[i] * target[i][x] - draft[i][x], 0.0) for x in vocab)
-                h = 1.0 if s == 0 and weights[i] == 1 else s / (s + 1 - weights[i])
-            if uniforms[i - 1] < h:
+        weights = [1.0]
+        for i, x in enumerate(drafts):
+            weights.append(capped_ratio(weights[i] * target[i][x], draft[i][x]))
+        for i in range(1, num_drafts + 1):
+            probability = weights[i]
+            if i < num_drafts:
+                surplus = sum(residual(weights[i], i))
+                total = surplus + 1 - weights[i]
+                probability = surplus / total if total else 1.0
+            if uniforms[i - 1] < probability:
                 accepted = i
         weight = weights[accepted]
-    residual = list(target[accepted])
-    if accepted < n:
-        left_over = [max(weight * target[accepted][x] - draft[accepted][x], 0.0) for x in vocab]
-        if sum(left_over) > 0:
-            residual = left_over
-    threshold = uniforms[-1] * math.fsum(residual)
-    running = 0.0
-    for x in vocab:
-        running += residual[x]
+    law = target[accepted]
+    if accepted < num_drafts and sum(residual(weight, accepted)) > 0:
+        law = residual(weight, accepted)
+    running, threshold = 0.0, uniforms[-1] * math.fsum(law)
+    for x, probability in enumerate(law):
+        running += probability
         if running > threshold:
             return accepted, x
-    return accepted, max(x for x in vocab if residual[x] > 0)
+    return accepted, max(x for x, probability in enumerate(law) if probability > 0)
 
 
 def draft_probs_of(inputs: VerifyInputs) -> torch.Tensor:
