@@ -165,7 +165,8 @@ def test_the_map_of_modules_leads_to_modules():
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", text, re.M)
     assert len(rows) > 50
     for old, new in rows:
-        if "(" not in new:
+        is_module = old == old.lower()  # a class may still be imported where it once stood
+        if is_module and "(" not in new:
             with pytest.raises((ImportError, AttributeError)):
                 resolve(old)
         for name in re.findall(r"`((?:hf_dflow|experiments)[\w.]+)`", new.split(" (")[0]):
