@@ -1,14 +1,13 @@
-"""`python -m experiments.decisions`: what the feedback's own decisions are worth, each switch alone and together.
+"""`python -m experiments.decisions WHAT`: the gain of decisions based on verifier feedback, alone and together.
 
-* mixture: the draft law mixed with what the verifier said on rejected rows (`stale_mixture`);
-* length: how many drafts a step verifies (`adaptive_length`), against every fixed number;
-* tree: paths of one block judged together (`tree_budget`), greedy;
-* together: each switch alone and all that go together, by task;
-* calibration: predicted against observed acceptance. Costs under which every draft is verified are given, so that no
-  draft is left out because it was thought little of.
+* mixture: the draft law mixed with the verifier's logits on rejected rows (`stale_mixture`);
+* length: how many drafts a step verifies (`adaptive_length`), against fixed numbers;
+* tree: several paths of one block verified together (`tree_budget`), greedy;
+* together: each switch alone, and all that go together, by task;
+* calibration: predicted against observed acceptance, with step costs under which every draft is verified, so that
+  unlikely drafts count too.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,94 +52,98 @@ CHANCE_DRAWS = 1000
 
 
 def contestants_of(pair: Pair, what: str, fixed: Sequence[int], costs: StepCosts | None) -> list[Contestant]:
-    """The drafter as it is, and with the switches.
+    """The drafter with each setting that one comparison is about.
 
     Args:
-        fixed (`list[int]`): Numbers of drafts that compete with lengths that adapt.
-        costs (`StepCosts`, *optional*): Of a step; needed where a decision asks for them.
+        fixed (`list[int]`): Fixed numbers of drafts to compare adaptive lengths with.
+        costs (`StepCosts`, *optional*): Costs of a step, for lengths and trees.
     """
-    has_relay = pair.drafter.relay is not None
-    is_fitted = "mixture" in (pair.drafter.config.fitted_decisions or {})
     if what == "mixture":
-        ways: list[tuple[str, dict[str, Any]]] = [
-            ("", {}),
-            (", mixture", {"stale_mixture": True}),
-            (f", mixture {FIXED_WEIGHT}", {"stale_mixture": FIXED_WEIGHT}),
-            *([(", mixture learned", {"stale_mixture": LEARNED})] if is_fitted else []),
-        ]
-        bases = [("dflash", False), *([("dflow", True)] if has_relay else [])]
-        return [
-            Contestant(name + way, pair.drafter, use_relay, options=options)
-            for name, use_relay in bases
-            for way, options in ways
-        ]
+        return _mixtures(pair)
     if what == "calibration":
         free = {"draft": 0.0, "verify": [1.0] * (pair.drafter.config.drafts_per_block + 1)}
         return [Contestant(ADAPTIVE, pair.drafter, options={"adaptive_length": True, "step_costs": free})]
-    assert costs is not None
+    if costs is None:
+        raise ValueError(f"{what} needs the costs of a step")
     measured = {"step_costs": {"draft": costs.draft, "verify": list(costs.verify)}}
-    auto = {"tree_budget": AUTO, **measured}
-    if what == "tree":
-        trees = [Contestant(f"tree of {n}", pair.drafter, options={"tree_budget": n}) for n in BUDGETS]
-        return [Contestant("chain", pair.drafter), *trees, Contestant("tree by costs", pair.drafter, options=auto)]
-    adaptive = {"adaptive_length": True, **measured}
-    both = {**adaptive, "stale_mixture": True}
-    if what == "together":
-        mixture = {"stale_mixture": LEARNED if is_fitted else True}
-        switches: dict[str, dict[str, Any]] = {
+    tree: dict[str, Any] = {"tree_budget": AUTO, **measured}
+    adaptive: dict[str, Any] = {"adaptive_length": True, **measured}
+    mixture = {"stale_mixture": LEARNED if _has_fitted_mixture(pair) else True}
+    settings: dict[str, dict[str, dict[str, Any]]] = {
+        "tree": {"chain": {}, **{f"tree of {n}": {"tree_budget": n} for n in BUDGETS}, "tree by costs": tree},
+        "length": {
+            **{f"{n} drafts": {"num_draft_tokens": n} for n in fixed},
+            ADAPTIVE: adaptive,
+            "adaptive, mixture": {**adaptive, "stale_mixture": True},
+        },
+        "together": {
             "none": {},
             "mixture": mixture,
             "length": adaptive,
             "mixture, length": {**mixture, **adaptive},
-            "tree": auto,
-            "mixture, tree": {**mixture, **auto},
-        }
-        return [Contestant(name, pair.drafter, options=options) for name, options in switches.items()]
-    contestants = [Contestant(f"{n} drafts", pair.drafter, options={"num_draft_tokens": n}) for n in fixed]
-    contestants.append(Contestant(ADAPTIVE, pair.drafter, options=adaptive))
-    return [*contestants, Contestant("adaptive, mixture", pair.drafter, options=both)]
+            "tree": tree,
+            "mixture, tree": {**mixture, **tree},
+        },
+    }
+    return [Contestant(name, pair.drafter, options=options) for name, options in settings[what].items()]
+
+
+def _mixtures(pair: Pair) -> list[Contestant]:
+    """Every weight of the mixture, with the relay off and on."""
+    weights: dict[str, dict[str, Any]] = {
+        "": {},
+        ", mixture": {"stale_mixture": True},
+        f", mixture {FIXED_WEIGHT}": {"stale_mixture": FIXED_WEIGHT},
+    }
+    if _has_fitted_mixture(pair):
+        weights[", mixture learned"] = {"stale_mixture": LEARNED}
+    bases = {"dflash": False, "dflow": True} if pair.drafter.relay is not None else {"dflash": False}
+    return [
+        Contestant(base + name, pair.drafter, use_relay, options=options)
+        for base, use_relay in bases.items()
+        for name, options in weights.items()
+    ]
+
+
+def _has_fitted_mixture(pair: Pair) -> bool:
+    return "mixture" in (pair.drafter.config.fitted_decisions or {})
 
 
 def calibration(answers: Sequence[Answer], contestant: str) -> dict[str, Any] | None:
-    """Predicted against observed acceptance of judged drafts, in ten bins; `None` where nothing was predicted."""
-    told = [one for answer in answers for one in answer.runs[contestant].statistics.predictions]
-    if not told:
+    """Predicted against observed acceptance of verified drafts, in ten bins; `None` without a prediction."""
+    predictions = [pair for answer in answers for pair in answer.runs[contestant].statistics.predictions]
+    if not predictions:
         return None
-    bins: list[list[tuple[float, bool]]] = [[] for _ in range(CALIBRATION_BINS)]
-    for predicted, accepted in told:
-        bins[min(CALIBRATION_BINS - 1, int(predicted * CALIBRATION_BINS))].append((predicted, accepted))
-    rows = [
-        {
-            "drafts": len(one),
-            "predicted": sum(p for p, _ in one) / len(one),
-            "observed": sum(a for _, a in one) / len(one),
-        }
-        for one in bins
-        if one
-    ]
-    told_probs: Any = np.array([one for one, _ in told])
-    outcomes: Any = np.array([[accepted for _, accepted in told]])
-    by_chance: Any = np.random.default_rng(0).random((CHANCE_DRAWS, len(told))) < told_probs
+    predicted, accepted = (np.array(column, dtype=float) for column in zip(*predictions, strict=True))
+    bins = np.minimum(CALIBRATION_BINS - 1, (predicted * CALIBRATION_BINS).astype(int))
+    drawn = (np.random.default_rng(0).random((CHANCE_DRAWS, len(predicted))) < predicted).astype(float)
     return {
-        "drafts": len(told),
-        "expected_calibration_error": float(_calibration_errors(told_probs, outcomes)[0]),
-        # What predictions that are all true would show: outcomes drawn by them, as many, sorted into the same bins.
-        "error_by_chance": float(_calibration_errors(told_probs, by_chance).mean()),
-        "bins": rows,
+        "drafts": len(predicted),
+        "expected_calibration_error": float(_calibration_errors(predicted, bins, accepted[None])[0]),
+        # The error that true predictions would show: outcomes drawn from them, sorted into the same bins.
+        "error_by_chance": float(_calibration_errors(predicted, bins, drawn).mean()),
+        "bins": [
+            {
+                "drafts": int((bins == number).sum()),
+                "predicted": float(predicted[bins == number].mean()),
+                "observed": float(accepted[bins == number].mean()),
+            }
+            for number in range(CALIBRATION_BINS)
+            if (bins == number).any()
+        ],
     }
 
 
-def _calibration_errors(predicted: Any, outcomes: Any) -> Any:
-    """Mean distance of predicted `[n]` and observed share, bins weighed by their drafts, for each of `[m, n]`."""
-    of_bin = np.eye(CALIBRATION_BINS)[np.minimum(CALIBRATION_BINS - 1, (predicted * CALIBRATION_BINS).astype(int))]
-    return np.abs((outcomes - predicted) @ of_bin).sum(axis=1) / len(predicted)
+def _calibration_errors(predicted: np.ndarray, bins: np.ndarray, outcomes: np.ndarray) -> np.ndarray:
+    """Mean distance between predicted `[n]` and observed share, bins weighted by drafts, for each row of `[m, n]`."""
+    return np.abs((outcomes - predicted) @ np.eye(CALIBRATION_BINS)[bins]).sum(axis=1) / len(predicted)
 
 
 def plot_calibration(record: dict[str, Any], path: Path) -> None:
-    """Predicted against observed acceptance of each mode, a dot's size by its drafts.
+    """Draw predicted against observed acceptance of each mode; dots grow with their drafts.
 
     Raises:
-        DFlowError: matplotlib is missing, or nothing was predicted in any mode.
+        DFlowError: matplotlib is missing, or no mode has a prediction.
     """
     try:
         from matplotlib.figure import Figure
@@ -148,30 +151,40 @@ def plot_calibration(record: dict[str, Any], path: Path) -> None:
         raise DFlowError("the plot needs matplotlib: pip install 'hf-dflow[plot]'; or leave --plot out") from missing
     modes = {mode: groups for mode, groups in record["modes"].items() if groups["calibration"] is not None}
     if not modes:
-        raise DFlowError("no draft was judged, so there is nothing to plot; give more prompts or --max-new-tokens")
+        raise DFlowError("no draft was verified, so there is nothing to plot; give more prompts or --max-new-tokens")
     figure = Figure(figsize=(4.2 * len(modes), 4.2), layout="constrained")
     for place, (mode, groups) in enumerate(modes.items(), start=1):
         axes = figure.add_subplot(1, len(modes), place)
-        found = groups["calibration"]
+        judged, bins = groups["calibration"], groups["calibration"]["bins"]
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-        sizes = [20 + 400 * one["drafts"] / found["drafts"] for one in found["bins"]]
-        axes.scatter([one["predicted"] for one in found["bins"]], [one["observed"] for one in found["bins"]], s=sizes)
+        sizes = [20 + 400 * entry["drafts"] / judged["drafts"] for entry in bins]
+        axes.scatter([entry["predicted"] for entry in bins], [entry["observed"] for entry in bins], s=sizes)
         axes.set(xlabel="predicted acceptance", ylabel="observed", xlim=(0, 1), ylim=(0, 1))
-        error, chance = found["expected_calibration_error"], found["error_by_chance"]
-        axes.set_title(f"{mode}: error {error:.1%}\n{found['drafts']} drafts; by chance {chance:.1%}", fontsize=9)
+        error, chance = judged["expected_calibration_error"], judged["error_by_chance"]
+        axes.set_title(f"{mode}: error {error:.1%}\n{judged['drafts']} drafts; by chance {chance:.1%}", fontsize=9)
     figure.savefig(path, dpi=120)
 
 
 def modelled_seconds(answers: Sequence[Answer], contestant: str, costs: StepCosts) -> float:
-    """Seconds a token by the measured cost of each forward, free of this machine's noise; the prompt left out."""
+    """Seconds per token from the measured cost of each forward, free of the machine's noise; the prefill excluded."""
     seconds, tokens = 0.0, 0
     for answer in answers:
         statistics = answer.runs[contestant].statistics
-        without = statistics.num_target_forwards - 1 - len(statistics.per_step_drafted)
-        seconds += statistics.num_draft_forwards * costs.draft + without * costs.verify[0]
+        undrafted = statistics.num_target_forwards - 1 - len(statistics.per_step_drafted)
+        seconds += statistics.num_draft_forwards * costs.draft + undrafted * costs.verify[0]
         seconds += sum(costs.verify[n] for n in statistics.per_step_drafted)
         tokens += statistics.num_output_tokens
     return seconds / max(1, tokens)
+
+
+def modelled_by_task(answers: Sequence[Answer], contestants: Sequence[Contestant], costs: StepCosts) -> dict[str, Any]:
+    """[`modelled_seconds`] of every contestant, by task and over all, beside plain decoding."""
+    names = [contestant.name for contestant in contestants if contestant.name in answers[0].runs]
+    by_task: dict[str, Any] = {}
+    for task in [*dict.fromkeys(answer.prompt.task for answer in answers), "all"]:
+        chosen = [answer for answer in answers if task in (answer.prompt.task, "all")]
+        by_task[task] = {name: modelled_seconds(chosen, name, costs) for name in names}
+    return {"plain": costs.verify[0], "by_task": by_task}
 
 
 def main(
@@ -205,7 +218,7 @@ def main(
         raise DFlowError("trees are for greedy decoding; leave --temperature out")
     if plot is not None and what != "calibration":
         raise DFlowError(f"--plot goes with calibration; leave it out of {what}")
-    target, drafter, _ = given_or_tiny(False, target, drafter)  # names are looked at before anything is loaded
+    target, drafter, _ = given_or_tiny(False, target, drafter)  # checks names before anything is loaded
     use_threads(threads)
     pair = load_pair(target, drafter)
     longest = pair.drafter.config.drafts_per_block
@@ -223,17 +236,11 @@ def main(
     answers = answer_all(pair.target, pair.encode_batch, followed, plan)
     record = as_record(answers, contestants[0].name)
     for mode, groups in record["modes"].items():
-        own = [one for one in answers if one.mode.name == mode]
+        mode_answers = [answer for answer in answers if answer.mode.name == mode]
         if what in ("length", "calibration"):
-            groups["calibration"] = calibration(own, ADAPTIVE)
-        if costs is None:
-            continue
-        by_task: dict[str, Any] = {}
-        for task in [*dict.fromkeys(one.prompt.task for one in own), "all"]:
-            some = [one for one in own if task in (one.prompt.task, "all")]
-            names = [one.name for one in contestants if one.name in own[0].runs]
-            by_task[task] = {name: modelled_seconds(some, name, costs) for name in names}
-        groups["modelled_seconds_per_token"] = {"plain": costs.verify[0], "by_task": by_task}
+            groups["calibration"] = calibration(mode_answers, ADAPTIVE)
+        if costs is not None:
+            groups["modelled_seconds_per_token"] = modelled_by_task(mode_answers, contestants, costs)
     conditions = {**pair.describe(), "max_new_tokens": max_new_tokens, "dtype": "float32", "device": "cpu"}
     if costs is not None:
         conditions["step_costs"] = {"draft": costs.draft, "verify": list(costs.verify)}
@@ -253,34 +260,35 @@ def main(
 
 
 def _show_lengths(mode: str, groups: dict[str, Any], console: Console) -> None:
-    found = groups["modelled_seconds_per_token"]
-    for task, seconds in found["by_task"].items():
-        rivals = {name: value for name, value in seconds.items() if name.endswith("drafts")}
-        best = min(rivals, key=lambda name: rivals[name])
-        gain = rivals[best] / seconds[ADAPTIVE] - 1.0
+    costs = groups["modelled_seconds_per_token"]
+    for task, seconds in costs["by_task"].items():
+        fixed = {name: value for name, value in seconds.items() if name.endswith("drafts")}
+        best = min(fixed, key=lambda name: fixed[name])
+        gain = fixed[best] / seconds[ADAPTIVE] - 1.0
         console.print(
-            f"{mode}, {task}: by the cost of forwards, plain {1e3 * found['plain']:.1f} ms a token, best fixed "
-            f"({best}) {1e3 * rivals[best]:.1f}, adaptive {1e3 * seconds[ADAPTIVE]:.1f} ({gain:+.1%})",
+            f"{mode}, {task}: by the cost of forwards, plain {1e3 * costs['plain']:.1f} ms a token, best fixed "
+            f"({best}) {1e3 * fixed[best]:.1f}, adaptive {1e3 * seconds[ADAPTIVE]:.1f} ({gain:+.1%})",
             highlight=False,
         )
 
 
 def _show_costs(mode: str, groups: dict[str, Any], console: Console) -> None:
-    found = groups["modelled_seconds_per_token"]
-    for task, seconds in found["by_task"].items():
-        told = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in seconds.items())
+    costs = groups["modelled_seconds_per_token"]
+    for task, seconds in costs["by_task"].items():
+        figures = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in seconds.items())
         console.print(
-            f"{mode}, {task}: ms a token by the cost of forwards: plain {1e3 * found['plain']:.1f}; {told}",
+            f"{mode}, {task}: ms a token by the cost of forwards: plain {1e3 * costs['plain']:.1f}; {figures}",
             highlight=False,
         )
 
 
-def _show_calibration(mode: str, told: dict[str, Any] | None, console: Console) -> None:
-    error = math.nan if told is None else told["expected_calibration_error"]
-    chance = math.nan if told is None else told["error_by_chance"]
+def _show_calibration(mode: str, judged: dict[str, Any] | None, console: Console) -> None:
+    if judged is None:
+        console.print(f"{mode}: no draft was verified, so there is no calibration error")
+        return
     console.print(
-        f"{mode}: calibration error {error:.1%} over {0 if told is None else told['drafts']} judged drafts; "
-        f"predictions that are all true would show {chance:.1%}"
+        f"{mode}: calibration error {judged['expected_calibration_error']:.1%} over {judged['drafts']} verified "
+        f"drafts; true predictions would show {judged['error_by_chance']:.1%}"
     )
 
 

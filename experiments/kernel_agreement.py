@@ -1,4 +1,4 @@
-"""Whether a backend decides as the reference does, where rounding may tip a draw."""
+"""Compares a backend's decisions with the reference's, where rounding may tip a draw."""
 
 from dataclasses import dataclass, replace
 
@@ -11,14 +11,14 @@ NEAR = 1e-5  # a float32 probability over the largest vocabularies is off by les
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a comparison found.
+    """The result of a comparison.
 
     Args:
         num_rows (`int`): Rows compared.
-        num_excluded (`int`): Rows that differ where a uniform lies within `NEAR` of what it was compared with: an
-            acceptance probability, or an edge of the bonus token's cumulative law, both computed in float64.
-        wrong_rows (`list[int]`): Rows that differ without that excuse.
-        largest_error (`float`): Of an acceptance probability of the token rule, where the rule is "token".
+        num_excluded (`int`): Rows that differ where a uniform lies within `NEAR` of its threshold: an acceptance
+            probability, or an edge of the bonus token's cumulative law, both computed in float64.
+        wrong_rows (`list[int]`): All other rows that differ.
+        largest_error (`float`): Largest error of an acceptance probability, for the token rule.
     """
 
     num_rows: int

@@ -1,7 +1,7 @@
-"""What each kernel needs on a GPU that need not be there: `python -m experiments.kernel_resources`.
+"""`python -m experiments.kernel_resources`: registers, spills and shared memory of each kernel, without a GPU.
 
 Every kernel is compiled ahead of time for several architectures, exactly as it would be launched, and the assembler's
-report is printed: registers, spills, shared memory. No kernel may spill in the default configuration.
+report is printed. No kernel may spill in the default configuration.
 """
 
 import json
@@ -96,7 +96,7 @@ def default_launches() -> dict[str, list[Launch]]:
 
 
 def compile_for(launch: Launch, architecture: int, variant: str = "") -> Resources:
-    """Compile one launch for `sm_<architecture>` and read what the assembler says of it."""
+    """Compile one launch for `sm_<architecture>` and read the assembler's report."""
     signature, constants, attributes = {}, {}, {}
     for place, name in enumerate(launch.kernel.arg_names):
         value = launch.arguments[name]
@@ -157,26 +157,26 @@ def _assembler_report(ptx: str) -> dict[str, int]:
         "stores": r"(\d+) bytes spill stores",
         "loads": r"(\d+) bytes spill loads",
     }
-    found = {}
+    counts = {}
     for key, pattern in patterns.items():
         match = re.search(pattern, text)
         if match is None:
             raise ValueError(f"the assembler reports no {key}: {text}")
-        found[key] = int(match[1])
-    return {**found, "spills": found["stores"] + found["loads"]}
+        counts[key] = int(match[1])
+    return {**counts, "spills": counts["stores"] + counts["loads"]}
 
 
 def report(architectures: tuple[int, ...] = ARCHITECTURES) -> list[Resources]:
-    """Resources of every kernel of every default case; a kernel that two cases launch alike is listed once."""
-    seen, found = set(), []
+    """Resources of every kernel in every default case; identical launches are listed once."""
+    known, resources = set(), []
     for variant, launches in default_launches().items():
         for launch in launches:
             tensors = {k: v.dtype if isinstance(v, torch.Tensor) else v for k, v in launch.arguments.items()}
             key = (launch.kernel.__name__, str(sorted(tensors.items(), key=str)))
-            if key not in seen:
-                seen.add(key)
-                found += [compile_for(launch, architecture, variant) for architecture in architectures]
-    return found
+            if key not in known:
+                known.add(key)
+                resources += [compile_for(launch, architecture, variant) for architecture in architectures]
+    return resources
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""`python -m experiments kernels`: the verification kernels on a GPU, correct first and then fast.
+"""`python -m experiments.kernels`: the verification kernels on a GPU, correctness first, then speed.
 
-No figure is printed unless every gate case decides as the torch reference does. Times are medians of CUDA-graph
-replays, each after the cache was flushed, so that launch overhead of the host is left out of both sides; `eager_us`
-has it in. Under 8 minutes on one H200. With `--device cpu` the interpreter runs tiny shapes: a try-out of the script,
-whose times mean nothing.
+Nothing is timed unless every gate case decides as the torch reference does. Times are medians of CUDA-graph replays,
+each after a cache flush, which excludes the host's launch overhead on both sides; `eager_us` includes it. It takes less
+than 8 minutes on one H200. With `--device cpu` the interpreter runs tiny shapes, to try the script out; its times mean
+nothing.
 """
 
 import json
@@ -12,13 +12,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from experiments.kernel_agreement import compare_decisions
 from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.console import JsonOption, errors_in_words, write_json
+from hf_dflow.errors import DFlowError
 from hf_dflow.kernels import VerifyInputs, torch_ops, verify_block
 
 MAX_EXCLUDED = 1e-3  # share of gate rows that may differ where rounding decides
@@ -30,7 +32,7 @@ FLUSH_BYTES = 256 * 2**20  # beyond any level-2 cache
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: the real thing, or a try-out on a CPU."""
+    """The shapes of a real run, or of a try-out on a CPU."""
 
     batches: tuple[int, ...]
     drafts: tuple[int, ...]
@@ -228,7 +230,7 @@ def measure(clock: Clock, inputs: VerifyInputs, bandwidth: float, is_late: Calla
         try:
             # Not captured: either may wait for the device or allocate outside a graph.
             row[name] = clock.eager_us(make())
-        except Exception as error:  # a baseline that is missing or broken must not cost the rest of the record
+        except Exception as error:  # a missing or broken baseline must not lose the rest of the record
             row[name] = f"not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return row
 
@@ -250,11 +252,14 @@ def goals(rows: list[dict[str, Any]]) -> dict[str, bool]:
     }
 
 
-def run(*, output: Path | None = None, device: str = "cuda", budget: float = 330.0) -> int:
-    """Gate, then measure; returns the exit status: 1 where a decision was wrong, 2 where nothing could run."""
+def main(
+    json_path: JsonOption = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the script out under the interpreter.")] = "cuda",
+    budget: Annotated[float, typer.Option(help="Seconds after which no further baseline starts.")] = 330.0,
+) -> None:
+    """Check decisions, then measure; exit code 1 if a decision is wrong, 2 if there is no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
-        print("No CUDA device here, so nothing was measured. --device cpu tries the script out on tiny shapes.")
-        return 2
+        raise DFlowError("no CUDA device here, so nothing was measured; --device cpu tries the script on tiny shapes")
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     start = time.monotonic()
@@ -273,7 +278,7 @@ def run(*, output: Path | None = None, device: str = "cuda", budget: float = 330
         clock = Clock(device, plan.repeats)
         bandwidth = record["copy_bytes_per_second"] = copy_bandwidth(clock, plan.copy_bytes)
         record["rows"] = rows = []
-        # The largest first: should the budget run out, baselines are missing where they matter least.
+        # The largest shapes first, so that baselines are missing where they matter least if time runs out.
         for vocab in sorted(plan.vocabularies, reverse=True):
             for num_drafts in sorted(plan.drafts, reverse=True):
                 for batch in plan.batches:
@@ -285,6 +290,9 @@ def run(*, output: Path | None = None, device: str = "cuda", budget: float = 330
         record["goals"] = goals(rows)
         print(f"goals: {json.dumps(record['goals'])}")
     record["seconds"] = time.monotonic() - start
-    if output is not None:
-        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0 if record["gate"]["passed"] else 1
+    write_json(json_path, record)
+    raise typer.Exit(0 if record["gate"]["passed"] else 1)
+
+
+if __name__ == "__main__":
+    typer.run(errors_in_words()(main))

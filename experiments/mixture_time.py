@@ -1,10 +1,10 @@
-"""`python -m experiments.mixture_time`: which share of decoding's time the mixed draft law takes.
+"""`python -m experiments.mixture_time`: the share of decoding time that the mixed draft law takes.
 
-Time is taken inside one run: of the mixture's own calls, and of all that decoding does. Two runs, with it and without,
-differ by more than that share, in their steps and in what else the machine does.
+One run times the mixture's own calls and all of decoding, the prefill included. Two runs, with and without it, would
+differ by more than that share.
 
-On a CPU it is processor time, of all threads together: a call that uses one thread where the rest uses several takes a
-larger share of the clock's time than is said here, so give `--threads 1`. Reading the prompt is part of decoding.
+On a CPU it is processor time summed over threads. A call that uses one thread where others use several takes a larger
+share of wall-clock time, so give `--threads 1`.
 """
 
 import time
@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from experiments.common import with_interval
 from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.bench.intervals import bootstrap_interval
 from hf_dflow.bench.options import (
@@ -40,9 +41,9 @@ from hf_dflow.generation.step import Proposal, Verification, VerifierFeedback
 
 @dataclass
 class Clock:
-    """Seconds of one run; shared by the copy of a processor that its row works on."""
+    """Seconds of one run, shared by the processor and its per-row copies."""
 
-    mixture: float = 0.0  # of its calls
+    mixture: float = 0.0  # seconds in its calls
     steps: int = 0
 
     def __deepcopy__(self, memo: dict) -> "Clock":
@@ -50,15 +51,15 @@ class Clock:
 
 
 class ClockedMixture(StaleMixture):
-    """A mixture that takes its own time."""
+    """A mixture that times its own calls."""
 
     def __init__(self, clock: Clock, device: torch.device, coefficients: list[float] | None):
         super().__init__(coefficients=coefficients)
         self.clock, self.device = clock, device
 
-    def _timed(self, call: Callable[..., Any], *given: Any) -> Any:
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
         started = _seconds(self.device)
-        result = call(*given)
+        result = call(*arguments)
         self.clock.mixture += _seconds(self.device) - started
         return result
 
@@ -71,8 +72,7 @@ class ClockedMixture(StaleMixture):
 
 
 def _seconds(device: torch.device) -> float:
-    """Processor time on a CPU, which other work on the machine does not lengthen; else the clock's, behind all that
-    was launched."""
+    """Processor time on a CPU, unaffected by other processes; on a GPU wall-clock time after all launched work."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)
@@ -80,11 +80,11 @@ def _seconds(device: torch.device) -> float:
 
 
 def measure(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Console | None = None) -> dict[str, Any]:
-    """The mixture's share of the time of greedy decoding, pooled over the prompts.
+    """The mixture's share of greedy decoding time, pooled over prompts.
 
     Returns:
-        `dict`: `share`, with its 95% bootstrap interval over prompts; `milliseconds_per_step` of the `mixture` and of
-        `all`; how many `prompts` and `steps` with drafts there were; whose `weights` were used.
+        `dict`: `share` with its 95% bootstrap interval over prompts, `milliseconds_per_step` of the `mixture` and of
+        `all`, the numbers of `prompts` and of `steps` with drafts, and which `weights` were used.
 
     Raises:
         DFlowError: No step drafted anything.
@@ -103,7 +103,9 @@ def measure(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Con
     taken = np.array(rows).T
     mixture, total, steps = taken.sum(axis=1)
     if not steps:
-        raise DFlowError("no step drafted anything, so there is nothing to time; give more prompts or tokens")
+        raise DFlowError(
+            "no step drafted anything, so there is nothing to time; give more prompts or a larger --max-new-tokens"
+        )
     interval = bootstrap_interval(taken.shape[1], lambda chosen: taken[0, chosen].sum() / taken[1, chosen].sum())
     return {
         "weights": "online" if coefficients is None else "learned",
@@ -125,7 +127,7 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
     threads: ThreadsOption = None,
 ) -> None:
-    """Decode greedily with a mixture that takes its own time."""
+    """Decode greedily with a mixture that times itself."""
     workload = tasks_in_turn(
         chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
     )
@@ -133,11 +135,10 @@ def main(
     use_threads(threads)
     pair, console = load_pair(target, drafter), Console()
     record = measure(pair, workload, max_new_tokens, console)
-    low, high = record["share"]["interval_95"]
-    taken = record["milliseconds_per_step"]
+    milliseconds = record["milliseconds_per_step"]
     console.print(
-        f"the mixture ({record['weights']} weights) takes {record['share']['value']:.2%} [{low:.2%}, {high:.2%}] of "
-        f"decoding: {taken['mixture']:.2f} of {taken['all']:.1f} ms a step",
+        f"the mixture ({record['weights']} weights) takes {with_interval(record['share'], '.2%')} of decoding time: "
+        f"{milliseconds['mixture']:.2f} of {milliseconds['all']:.1f} ms a step",
         highlight=False,
     )
     record["conditions"] = run_conditions(**pair.describe(), max_new_tokens=max_new_tokens, dtype="float32")

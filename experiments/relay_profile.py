@@ -1,4 +1,4 @@
-"""`python -m experiments relay`: is a fused kernel for the relay's inputs worth writing?
+"""`python -m experiments.relay_profile`: is a fused kernel for the relay's inputs worth writing?
 
 Between the target's forward and the drafter's, the relay gathers rejected rows, shifts them to their slots, projects
 them, runs its MLP, applies LayerNorm and modulation and adds the result to the mask embeddings. A fused kernel could
@@ -12,15 +12,16 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.console import JsonOption, errors_in_words, write_json
 from hf_dflow.generation.step import shift_left
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
@@ -145,12 +146,15 @@ def _measured(sizes: dict[str, Any], repeats: int = 30) -> float:
     return statistics.median(times[3:])
 
 
-def run(*, output: Path | None = None, device: str = "cpu", **sizes: Any) -> dict[str, Any]:
-    """Print the profile, and write it where `output` says."""
-    record = run_conditions(decoding="none: the relay's inputs alone", dtype="bfloat16")
-    record.update(profile(device, **sizes))
-    text = json.dumps(record, indent=1)
-    print(text)
-    if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
-    return record
+def main(
+    json_path: JsonOption = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda to time it too.")] = "cpu",
+) -> None:
+    """Count the ops and bytes of the relay's inputs, beside the rest of a step."""
+    record = {**run_conditions(decoding="none: the relay's inputs alone", dtype="bfloat16"), **profile(device)}
+    typer.echo(json.dumps(record, indent=1))
+    write_json(json_path, record)
+
+
+if __name__ == "__main__":
+    typer.run(errors_in_words()(main))

@@ -18,10 +18,10 @@ app = typer.Typer()
 app.command()(decisions.main)
 
 
-def run(tmp_path, what, *options):
+def run(tmp_path, what, *options, texts_of_a_task=1):
     prompts = json.loads(TINY_PROMPTS.read_text())
     few = tmp_path / "few.json"
-    few.write_text(json.dumps({task: texts[:2] for task, texts in prompts.items()}))
+    few.write_text(json.dumps({task: texts[:texts_of_a_task] for task, texts in prompts.items()}))
     pair = ["--target", str(TINY_TARGET), "--drafter", str(TINY_DRAFTER), "--prompts", str(few)]
     output = tmp_path / "record.json"
     done = CliRunner().invoke(app, [what, *pair, "--json", str(output), "--max-new-tokens", "24", *options])
@@ -97,7 +97,9 @@ def test_switches_alone_and_together(tmp_path, monkeypatch):
     """Bug: trees asked to sample, a plan without the target alone, a tree's nodes left out of the price."""
     dear = StepCosts(0.3, tuple(1.0 + 0.25 * n for n in range(65)))  # what is measured depends on the machine's mood
     monkeypatch.setattr(decisions, "step_costs", lambda *_: dear)
-    done, record = run(tmp_path, "together", "--temperature", "0", "--temperature", "1", "--verification", "block")
+    done, record = run(
+        tmp_path, "together", "--temperature", "0", "--temperature", "1", "--verification", "block", texts_of_a_task=2
+    )
     assert done.exit_code == 0, done.output
     chains = ["none", "mixture", "length", "mixture, length"]
     greedy, sampled = record["modes"]["T=0"], record["modes"]["T=1, block verification"]

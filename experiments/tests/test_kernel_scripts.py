@@ -1,26 +1,44 @@
-"""The GPU benchmark's script, tried out on a CPU under the interpreter, and the profile of the relay's inputs."""
+"""Scripts about kernels: the GPU benchmark under the interpreter, compiled resources, the relay's profile."""
 
 import json
-from pathlib import Path
+import os
+import subprocess
+import sys
 
 import kernel_kit
 import pytest
 import torch
+import typer
 from kernel_kit import tiled
 from typer.testing import CliRunner
 
 from experiments import kernels as bench
 from experiments import relay_profile
-from experiments.__main__ import app
+from hf_dflow.console import errors_in_words
 
 pytestmark = kernel_kit.ignore_numpy_warnings
 
+KERNELS = {
+    "_argmax_kernel",
+    "_match_kernel",
+    "_partials_kernel",
+    "_weights_kernel",
+    "_residual_kernel",
+    "_bonus_kernel",
+    "_compact_kernel",
+}
+MAX_REGISTERS = 32 * 1024  # of one program: two of them share a multiprocessor
+MAX_SHARED = 48 * 1024  # what every architecture grants without being asked
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
 def output(tmp_path):
     return tmp_path / "record.json"
+
+
+app = typer.Typer()
+app.command()(errors_in_words()(bench.main))
 
 
 def invoke(*arguments: str):
@@ -30,7 +48,7 @@ def invoke(*arguments: str):
 
 def test_the_whole_script_on_tiny_shapes(output):
     """Bug: a slip in the script costs the one session in which a GPU is lent."""
-    result = invoke("kernels", "--device", "cpu", "--budget", "0", "--output", str(output))
+    result = invoke("--device", "cpu", "--budget", "0", "--json", str(output))
     record = json.loads(output.read_text())
     assert result.exit_code == 0 and record["gate"]["passed"] and record["gate"]["rows"] >= 30
     assert {row["rule"] for row in record["rows"]} == {"token", "block"}
@@ -52,7 +70,7 @@ def test_no_figure_without_correctness(output, monkeypatch):
         return decision
 
     monkeypatch.setattr(bench, "verify_block", off_by_one)
-    result = invoke("kernels", "--device", "cpu", "--output", str(output))
+    result = invoke("--device", "cpu", "--json", str(output))
     record = json.loads(output.read_text())
     assert result.exit_code == 1 and not record["gate"]["passed"] and "rows" not in record
 
@@ -84,8 +102,8 @@ def test_goals_are_judged_by_the_worst_row():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so():
     """Bug: a traceback, or figures of something else, where there is no GPU."""
-    result = invoke("kernels")
-    assert result.exit_code == 2 and "No CUDA device here" in result.output
+    result = invoke()
+    assert result.exit_code == 2 and "no CUDA device here" in " ".join(result.output.split())
 
 
 @NEEDS_GPU
@@ -95,11 +113,10 @@ def test_the_gate_passes_on_this_gpu():
     assert bench.gate(plan, "cuda")["passed"]
 
 
-def test_relay_profile_counts(output):
+def test_relay_profile_counts():
     """Bug: a profile that counts matrix products among the ops a fused kernel would replace, or no bytes at all."""
     small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    record = relay_profile.run(output=output, num_hidden_layers=1, layer_types=["full_attention"], head_dim=16, **small)
-    assert json.loads(output.read_text()) == json.loads(json.dumps(record))
+    record = relay_profile.profile(num_hidden_layers=1, layer_types=["full_attention"], head_dim=16, **small)
     assert record["launches"]["matrix products"] == 3  # context projection, and the relay's MLP up and down
     assert 10 < record["launches"]["everything else"] < 40
     rows = 15 * 32 * 2  # bytes of one state for each draft
@@ -107,10 +124,25 @@ def test_relay_profile_counts(output):
     assert record["measured_seconds"] is None
 
 
-def test_the_committed_profile_is_the_commands():
-    """Bug: the README's figure comes from a file that the command no longer gives."""
-    path = Path(__file__).parents[2] / "docs" / "results" / "relay-profile.json"
-    committed = json.loads(path.read_text(encoding="utf-8"))
-    assert committed["sizes"] == {"hidden": 2560, "drafts": 15, "batch": 1}
-    assert round(1e3 * committed["most_that_fusing_saves_seconds"]["eager"], 2) == 0.13
-    assert round(100 * committed["share_of_paper_step"]["eager"], 1) == 0.3
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "experiments.kernel_resources", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)["kernels"]
+
+
+def test_every_kernel_compiles_for_three_architectures(rows):
+    """Bug: what the interpreter accepts and the compiler refuses, or an instruction that one generation lacks."""
+    compiled = {(row["kernel"], row["architecture"]) for row in rows}
+    assert compiled == {(kernel, f"sm_{number}") for kernel in KERNELS for number in (80, 90, 100)}
+
+
+def test_no_kernel_spills(rows):
+    """Bug: a tile too large for the registers: several times slower, and nothing says so."""
+    for row in rows:
+        assert row["spill_bytes"] == 0 and row["stack_bytes"] == 0, row
+        assert 32 * row["num_warps"] * row["registers"] <= MAX_REGISTERS, row
+        assert row["shared_bytes"] <= MAX_SHARED, row
