@@ -281,3 +281,16 @@ def pair_warnings(monkeypatch) -> list[str]:
 
 def may_be_padding(drafter_config, target_config) -> bool:
     return pair._may_be_padding(drafter_config, target_config)
+
+
+def watch_blocks(monkeypatch) -> list[tuple[int, torch.Tensor]]:
+    """Of every block that is drafted for one row from now on: where its anchor stands, and the slots' logits."""
+    blocks, block_hidden = [], drafting.DraftSession.block_hidden
+
+    def watched(session, anchor_ids, anchor_positions, feedback):
+        hidden = block_hidden(session, anchor_ids, anchor_positions, feedback)
+        blocks.append((anchor_positions[0], session.drafter.compute_logits(hidden, session.head)))
+        return hidden
+
+    monkeypatch.setattr(drafting.DraftSession, "block_hidden", watched)
+    return blocks

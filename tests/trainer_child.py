@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -25,23 +26,19 @@ DEATHS = ("between saves", "half the weights", "half the optimiser", "before the
 SAVE_AT_DEATH = 15  # two checkpoints are there, the third is being written
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def cut_in_half(path: Path) -> None:
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size // 2)
 
 
-def arm(trainer, death: str) -> None:
-    """Make `trainer` die there, the first time that it happens from update `SAVE_AT_DEATH` on."""
+def arm(trainer, death: str, die: Callable[[], None], set_attribute: Callable = setattr) -> None:
+    """Make `trainer` call `die` at that point, the first time from update `SAVE_AT_DEATH` on."""
 
     def is_due() -> bool:
         return trainer.update >= SAVE_AT_DEATH
 
     def replace(holder, name, make):
-        setattr(holder, name, make(getattr(holder, name)))
+        set_attribute(holder, name, make(getattr(holder, name)))
 
     def dying_step(step):
         def run(stage, rate):
@@ -51,11 +48,11 @@ def arm(trainer, death: str) -> None:
 
         return run
 
-    def dying_write(write, written):
+    def dying_write(write, path_written):
         def run(*arguments, **options):
             write(*arguments, **options)
             if is_due():
-                cut_in_half(written(*arguments))
+                cut_in_half(path_written(*arguments))
                 die()
 
         return run
@@ -83,8 +80,7 @@ def arm(trainer, death: str) -> None:
         weights = lambda drafter, folder: folder / "model.safetensors"  # noqa: E731
         replace(checkpoint, "_save_quietly", lambda write: dying_write(write, weights))
     elif death == "half the optimiser":
-        target_of = lambda tensors, path: path  # noqa: E731
-        replace(checkpoint, "save_file", lambda write: dying_write(write, target_of))
+        replace(checkpoint, "save_file", lambda write: dying_write(write, lambda tensors, path: path))
     elif death == "before the rename":
         replace(checkpoint, "_replace", dying_call)
     elif death == "while the oldest goes":
@@ -98,7 +94,7 @@ def kill(folder: Path) -> None:
         child = os.fork()
         if child == 0:
             trainer = tiny_trainer(folder / death)
-            arm(trainer, death)
+            arm(trainer, death, lambda: os.kill(os.getpid(), signal.SIGKILL))
             trainer.run()
             os._exit(0)
         _, status = os.waitpid(child, 0)
@@ -107,13 +103,13 @@ def kill(folder: Path) -> None:
 
 def together(folder: Path) -> None:
     trainer = tiny_trainer(folder / "run")
-    drawn, place = [], trainer.order.share
+    drawn, share = [], trainer.order.share
 
-    def share(*arguments):
-        drawn.append(place(*arguments))
+    def watched_share(*arguments):
+        drawn.append(share(*arguments))
         return drawn[-1]
 
-    trainer.order.share = share
+    trainer.order.share = watched_share
     trainer.run()
     process = trainer.accelerator.process_index
     torch.save(trainer.drafter.state_dict(), folder / f"weights-{process}.pt")

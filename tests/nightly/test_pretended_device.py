@@ -21,7 +21,7 @@ def child(*arguments: str) -> subprocess.CompletedProcess:
     environment = {
         **os.environ,
         "HF_DFLOW_TEST_DEVICE": "pretended",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
     }
     environment.pop("PYTEST_XDIST_WORKER", None)
     options = ["-p", "pretended_device", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=short"]
@@ -30,10 +30,11 @@ def child(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs these tests itself")
-@pytest.mark.parametrize("name", ["test_devices.py", "test_device_training.py"])
+@pytest.mark.parametrize("name", ["test_devices.py", "test_device_training.py", "test_device_experiments.py"])
 def test_the_tests_of_devices_pass(name):
     """C10: tensors on the wrong device, which a CPU alone never notices."""
-    done = child(str(next(TESTS.rglob(name))))
+    paths = [*TESTS.rglob(name), *(ROOT / "experiments" / "tests").glob(name)]
+    done = child(*map(str, paths))
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-6000:]
 
 

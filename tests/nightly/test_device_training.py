@@ -1,17 +1,13 @@
-"""Training, features, experiment and benchmark on a GPU, or on what tests/pretended_device.py makes up."""
+"""Training, features, probe and benchmark on a GPU, or on what tests/pretended_device.py makes up."""
 
-import json
 import os
 
 import pytest
 import torch
 from kit import tiny_drafter, tiny_target
-from test_four_drafters import DECODING, SMALL, run, short, target  # noqa: F401  (two are fixtures)
-from trainer_kit import differing, tiny_rows, tiny_trainer, weights_of
+from trainer_kit import differing, log_of, tiny_rows, tiny_trainer, weights_of
 from typer.testing import CliRunner
 
-from experiments import four_drafters
-from experiments.resident import ResidentFeatures
 from hf_dflow import cli
 from hf_dflow.bench.probe import probe_text
 from hf_dflow.errors import DFlowError
@@ -41,8 +37,7 @@ def losses(folder, device: str, **changes) -> list[float]:
     stages = [Stage(2, 0, 2, 4), Stage(3, 2, 2, 4)]
     trainer = tiny_trainer(folder / device, target=target_on(device), stages=stages, log_every=1, **changes)
     trainer.run()
-    lines = map(json.loads, (folder / device / "log.jsonl").read_text().splitlines())
-    return [loss for line in lines for loss in line.get("losses", [])]
+    return [loss for line in log_of(folder / device) for loss in line.get("losses", [])]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -54,7 +49,7 @@ def test_training_learns_the_same_on_a_device(name, tmp_path):
         assert found == pytest.approx(expected, rel=CLOSE)
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+def test_a_run_resumes_from_its_checkpoint(tmp_path, monkeypatch):
     """C10: an optimiser's state that comes back on the CPU."""
     whole, part = (tiny_trainer(tmp_path / name, target=target_on(DEVICE)) for name in "ab")
     whole.run()
@@ -74,13 +69,11 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     assert not differing(weights_of(whole), weights_of(again))
 
 
-@pytest.mark.parametrize("store_class", [FeatureStore, ResidentFeatures])
-def test_features(store_class, tmp_path):
+def test_features(tmp_path):
     """C10: rows or a teacher's tokens left on the CPU."""
     stores = []
     for device in (DEVICE, "cpu"):
-        folder = [] if store_class is ResidentFeatures else [tmp_path / device]
-        store = store_class(*folder, tiny_rows(), target_on(device), [0, 2], teacher_top_k=4)
+        store = FeatureStore(tmp_path / device, tiny_rows(), target_on(device), [0, 2], teacher_top_k=4)
         store.fill()
         stores.append(store)
     for index in range(len(tiny_rows())):
@@ -98,15 +91,6 @@ def test_the_probe():
     with pytest.raises(DFlowError, match="load both onto one device"):
         probe_text(drafter.to(DEVICE), model, text, 5)
     assert probe_text(drafter, model.to(DEVICE), text, 5) == expected
-
-
-def test_the_whole_experiment(target, tmp_path, short, monkeypatch):  # noqa: F811
-    """Bug: a stage of the script for a GPU that has only ever run on a CPU."""
-    load = four_drafters.load_target
-    monkeypatch.setattr(four_drafters, "load_target", lambda name, dtype, device: load(name, dtype, DEVICE))
-    (tmp_path / "prompts.txt").write_text("\n".join(f"question number {i}?" for i in range(60)))
-    result = run(target, tmp_path / "out", "--prompts", tmp_path / "prompts.txt", "--updates 2", SMALL, DECODING)
-    assert result.exit_code == 0, result.output
 
 
 def test_the_benchmark(tmp_path):

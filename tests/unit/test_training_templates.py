@@ -1,11 +1,13 @@
 """What of a chat is supervised: exactly what the assistant wrote, in exactly the target's own tokens."""
 
+import json
+
 import data_kit as kit
 import pytest
 from data_kit import assistant, chat_tokenizer, tool_call, user
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.training.templates import ChatTemplate, ChatTemplateError
+from hf_dflow.training.templates import ChatTemplate, ChatTemplateError, chat_mode
 
 TWO_TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -179,3 +181,32 @@ def test_the_description_tells_templates_and_options_apart():
         ChatTemplate(tokenizer, {2}, is_plain=True).describe(),
     ]
     assert all(a != b for i, a in enumerate(described) for b in described[:i])
+
+
+# -- the mode of a template and its options
+
+# A template that thinks unless told otherwise, under the other name that the switch has.
+OFF_BY_DEFAULT = kit.CHATML + "{% if add_generation_prompt and not thinking %}{{ '<think></think>' }}{% endif %}"
+MENTIONS_THE_WORD = kit.CHATML + "{% if false %}{{ m.thinking }}{% endif %}"
+MODES = {
+    "no switch": (kit.CHATML, {}, "chat"),
+    "on by default": (kit.THINKING, {}, "thinking"),
+    "switched on": (kit.THINKING, {"enable_thinking": True}, "thinking"),
+    "switched off": (kit.THINKING, {"enable_thinking": False}, "non-thinking"),
+    "off by default, by another name": (OFF_BY_DEFAULT, {}, "non-thinking"),
+    "on, by another name": (OFF_BY_DEFAULT, {"thinking": True}, "thinking"),
+    "a word that is no switch": (MENTIONS_THE_WORD, {}, "chat"),
+    "a template that refuses the question": ("{{ raise_exception('no') }}{{ thinking }}", {}, None),
+}
+
+
+@pytest.mark.parametrize("case", MODES)
+def test_the_mode_of_a_template_and_its_options(case):
+    """Bug: a thinking model's data called "chat" because nobody gave the option, or a switch taken for its opposite."""
+    template, options, mode = MODES[case]
+    tokenizer = chat_tokenizer(template)
+    described = json.loads(json.dumps(ChatTemplate(tokenizer, {2}, options).describe()))
+    assert chat_mode(described, tokenizer) == mode
+    if not options:
+        others = [None, chat_tokenizer(None), chat_tokenizer(template + " ")]
+        assert [chat_mode(described, other) for other in others] == [None] * 3

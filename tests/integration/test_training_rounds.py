@@ -1,16 +1,120 @@
-"""Many blocks in one masked forward: nothing leaks, labels and anchors are the right ones."""
+"""Training rounds draft what decoding drafts, and many blocks in one forward do not disturb each other."""
 
+from dataclasses import dataclass
+
+import internals
 import pytest
 import torch
-from kit import MASK_TOKEN_ID, tiny_drafter, tiny_target
+from kit import MASK_TOKEN_ID, assert_not_vacuous, dflow_greedy, shared_target, tiny_drafter
+from restless import restless_pair
 
 from hf_dflow.training.loss import HeadRows, decayed_cross_entropy, slot_targets
 from hf_dflow.training.packing import IGNORED, Anchors, Sequences, draw_anchors
-from hf_dflow.training.rounds import draft_round
+from hf_dflow.training.proposals import greedy_proposals
+from hf_dflow.training.rounds import accepted_lengths, draft_round, next_round
+
+# RMSNorm computes in float32, whose rounding depends on the shape; a wrong row or a leak moves logits by whole units.
+ROUNDING = 1e-4
+
+# -- parity with decoding
+
+NEW_TOKENS = 60
+DECODED_FORMATS = {
+    "native": {},
+    "z-lab": {"sliding_is_causal": True, "window_is_inclusive": False},
+    "corrected": {"correction_intermediate_size": 16, "correction_top_k": 4},
+    "causal": {"sliding_is_causal": True, "full_is_causal": True},
+}
+
+
+@dataclass
+class Decoded:
+    """A greedy text as a training row, and of each whole step its anchor's position, logits and accepted length."""
+
+    sequences: Sequences
+    positions: list[int]
+    logits: list[torch.Tensor]
+    accepted: list[int]
+
+
+def decode(target, drafter, use_relay: bool) -> Decoded:
+    drafter.config.generation_defaults = {"use_relay": use_relay}
+    with pytest.MonkeyPatch.context() as patch:
+        blocks = internals.watch_blocks(patch)
+        output = dflow_greedy(target, drafter, torch.tensor([[1, 5, 2]]), max_new_tokens=NEW_TOKENS)
+    text, statistics = output.sequences, output.statistics
+    states = target(text, output_hidden_states=True).hidden_states
+    features = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
+    assert_not_vacuous(statistics)
+    # The last steps are cut by the length limit, and training has no label behind the text.
+    whole = [i for i, drafted in enumerate(statistics.per_step_drafted) if drafted == drafter.config.block_size - 1]
+    return Decoded(
+        Sequences(text, torch.tensor([text.shape[1]]), features),
+        positions=[blocks[i][0] for i in whole],
+        logits=[blocks[i][1] for i in whole],
+        accepted=[statistics.per_step_accepted[i] for i in whole],
+    )
+
+
+@pytest.fixture(scope="module", params=DECODED_FORMATS)
+def decoded_pair(request):
+    """A pair, and its decoding without and with the relay."""
+    target, drafter = restless_pair(**DECODED_FORMATS[request.param])
+    if drafter.causal_correction is not None:
+        drafter.load_state_dict(restless_pair()[1].state_dict(), strict=False)  # its seed gives partial rejections
+        torch.manual_seed(0)
+        torch.nn.init.normal_(drafter.causal_correction.down_proj.weight, std=0.05)
+    without, with_relay = (decode(target, drafter, use_relay) for use_relay in (False, True))
+    if drafter.causal_correction is not None:
+        drafter.causal_correction, correction = None, drafter.causal_correction
+        assert decode(target, drafter, True).accepted != with_relay.accepted, "the correction changes drafts"
+        drafter.causal_correction = correction
+    assert with_relay.accepted != without.accepted, "the relay changes drafts"
+    assert len({*without.accepted}) > 2, "one accepted length would compare little"
+    return target, drafter, without, with_relay
+
+
+@pytest.mark.oldest
+def test_the_mask_round_drafts_what_decoding_drafts(decoded_pair):
+    """Catches: a training mask, position, context row, head or label that serving does not have (acceptance falls while
+    the loss looks fine).
+
+    All steps of the decoded text are anchors of one packed row.
+    """
+    target, drafter, decoded, _ = decoded_pair
+    anchors = Anchors(torch.zeros(len(decoded.positions), dtype=torch.long), torch.tensor(decoded.positions))
+    result = draft_round(drafter, target, decoded.sequences, anchors)
+    logits = drafter.compute_logits(result.hidden, target.get_output_embeddings())
+    torch.testing.assert_close(logits, torch.cat(decoded.logits), rtol=0, atol=ROUNDING)
+    proposals = greedy_proposals(drafter, target, result.hidden, decoded.sequences.anchor_ids(anchors))
+    assert accepted_lengths(proposals, result.labels).tolist() == decoded.accepted
+
+
+@pytest.mark.oldest
+def test_relay_rounds_draft_what_decoding_drafts(decoded_pair):
+    """Catches: relayed rows, bonus or rejected token that differ between training and the loop by a row or a slot, and
+    later rounds that start from the first one's anchors.
+
+    Each step's block is drafted as the round after the step before.
+    """
+    target, drafter, _, decoded = decoded_pair
+    anchors, relayed, num_fed = Anchors(torch.tensor([0]), torch.tensor(decoded.positions[:1])), None, 0
+    for position, expected, accepted in zip(decoded.positions, decoded.logits, decoded.accepted, strict=True):
+        assert anchors.position.tolist() == [position]
+        result = draft_round(drafter, target, decoded.sequences, anchors, relayed)
+        logits = drafter.compute_logits(result.hidden, target.get_output_embeddings())
+        torch.testing.assert_close(logits, expected, rtol=0, atol=ROUNDING)
+        proposals = greedy_proposals(drafter, target, result.hidden, decoded.sequences.anchor_ids(anchors))
+        assert accepted_lengths(proposals, result.labels).tolist() == [accepted]
+        num_fed += relayed is not None and bool(relayed.is_fed.any())
+        anchors, relayed = next_round(drafter, target, decoded.sequences, anchors, result)
+    assert num_fed > 3
+
+
+# -- many blocks in one masked forward
 
 BLOCK, SEED = 4, 5
 DOCUMENTS = (14, 9, 11)  # tokens of each document of the packed row
-CONTEXT_ONLY = 1e-4  # RMSNorm computes in float32; a leak moves logits by whole units
 FORMATS = {
     "full": {},
     "causal": {"full_is_causal": True},
@@ -26,8 +130,7 @@ FORMATS = {
 
 @pytest.fixture(scope="module", params=FORMATS)
 def pair(request):
-    target = tiny_target("llama")
-    return target, tiny_drafter(target, BLOCK, **FORMATS[request.param])
+    return shared_target(), tiny_drafter(shared_target(), BLOCK, **FORMATS[request.param])
 
 
 def documents(width: int) -> list[Sequences]:
@@ -65,7 +168,7 @@ def test_a_packed_document_drafts_as_it_does_alone(pair):
     result = draft_round(drafter, target, row, places(*((0, starts[d] + position) for d, position in inside)))
     for i, (document, position) in enumerate(inside):
         alone = draft_round(drafter, target, parts[document], places((0, position)))
-        torch.testing.assert_close(result.hidden[i], alone.hidden[0], rtol=0, atol=CONTEXT_ONLY)
+        torch.testing.assert_close(result.hidden[i], alone.hidden[0], rtol=0, atol=ROUNDING)
         assert result.labels[i].tolist() == alone.labels[0].tolist()
 
 
@@ -112,7 +215,7 @@ def test_many_anchors_draft_as_each_alone(pair):
     result = draft_round(drafter, target, two, places(*chosen))
     for i, place in enumerate(chosen):
         alone = draft_round(drafter, target, two, places(place))
-        torch.testing.assert_close(result.hidden[i], alone.hidden[0], rtol=0, atol=CONTEXT_ONLY)
+        torch.testing.assert_close(result.hidden[i], alone.hidden[0], rtol=0, atol=ROUNDING)
         assert result.labels[i].tolist() == alone.labels[0].tolist()
 
 
@@ -165,45 +268,3 @@ def test_a_batch_without_anchors_gives_a_zero_loss(pair):
     drafter.requires_grad_(False)
     assert loss.item() == 0 and all(p.grad is None or not p.grad.any() for p in drafter.parameters())
     drafter.zero_grad()
-
-
-# -- anchors
-
-
-def answers(*spans: tuple[int, int], length: int) -> torch.Tensor:
-    flags = torch.zeros(length, dtype=torch.bool)
-    for start, end in spans:
-        flags[start:end] = True
-    return flags
-
-
-def test_every_document_with_an_answer_gets_an_anchor():
-    """Catches: anchors drawn per packed row, so that short documents beside a long one are never trained on."""
-    lengths = [4, 200, 5, 3, 6]
-    starts = torch.tensor([0, 4, 204, 209, 212]).repeat_interleave(torch.tensor(lengths))[None]
-    supervised = answers((2, 4), (10, 204), (206, 209), (211, 212), (212, 214), length=218)[None]
-    row = Sequences(
-        torch.zeros(1, 218, dtype=torch.long), torch.tensor([218]), torch.zeros(1, 218, 1),
-        document_starts=starts, is_supervised=supervised,
-    )  # fmt: skip
-    for seed in range(20):
-        anchors = draw_anchors(row, 6, torch.Generator().manual_seed(seed))
-        found = anchors.position.tolist()
-        assert len(found) == len(set(found)) == 6
-        assert {starts[0, p].item() for p in found} == {0, 4, 204, 212}, "209 holds one supervised token: no label"
-        assert all(supervised[0, p] and supervised[0, p + 1] for p in found)
-        assert 2 in found and 212 in found, "the only place in its document"
-    few = draw_anchors(row, 2, torch.Generator().manual_seed(0))
-    assert len(few.row) == 4, "documents come before the number"
-
-
-def test_anchors_stay_within_rows_and_are_drawn_evenly():
-    """Catches: anchors in padding or on a last token, a place that is never drawn, one that is drawn twice."""
-    rows = Sequences(torch.zeros(2, 12, dtype=torch.long), torch.tensor([12, 5]), torch.zeros(2, 12, 1))
-    counts = torch.zeros(2, 12)
-    for seed in range(300):
-        anchors = draw_anchors(rows, 3, torch.Generator().manual_seed(seed))
-        assert anchors.row.tolist() == [0, 0, 0, 1, 1, 1]
-        counts[anchors.row, anchors.position] += 1
-    assert counts.max() <= 300 and not counts[0, 11] and not counts[1, 4:].any()
-    assert (counts[0, :11] > 300 * 3 / 11 * 0.7).all() and (counts[1, :4] > 300 * 3 / 4 * 0.8).all()

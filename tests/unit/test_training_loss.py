@@ -9,7 +9,14 @@ from torch.profiler import ProfilerActivity, profile
 from hf_dflow import DFlowError
 from hf_dflow.training import loss
 from hf_dflow.training.frozen_target import linear_head
-from hf_dflow.training.loss import HeadRows, SlotTargets, decayed_cross_entropy, head_rows, slot_targets
+from hf_dflow.training.loss import (
+    CandidateVocabulary,
+    HeadRows,
+    SlotTargets,
+    decayed_cross_entropy,
+    head_rows,
+    slot_targets,
+)
 from hf_dflow.training.packing import IGNORED
 
 ANCHORS, SLOTS, WIDTH, VOCAB = 9, 5, 12, 23
@@ -197,3 +204,41 @@ def test_the_teacher_counts_where_there_is_a_label_only():
     targets = slot_targets(labels, ids, probs, distillation=0.5)
     assert targets.ids.tolist() == [[[3, 3, 9], [0, 1, 2]]]
     torch.testing.assert_close(targets.weights, torch.tensor([[[0.5, 0.375, 0.125], [0.0, 0.0, 0.0]]]))
+
+
+def test_the_candidates_softmax_is_the_full_one_when_all_are_candidates():
+    """Catches: labels mapped to the wrong candidate, or a random candidate that is one of the data's."""
+    hidden, weight, bias, labels, _ = problem()
+    labels[labels != IGNORED] = torch.tensor([3, 5, 19])[labels[labels != IGNORED] % 3]
+    vocabulary = CandidateVocabulary(torch.tensor([3, 5, 19]), VOCAB, num_others=100)
+    ids = vocabulary.sample(torch.Generator().manual_seed(0))
+    assert sorted(ids.tolist()) == list(range(VOCAB))
+    candidates = decayed_cross_entropy(
+        hidden, vocabulary.relabel(slot_targets(labels)), HeadRows(weight[ids], bias[ids]), DECAY
+    )
+    everything = decayed_cross_entropy(hidden, slot_targets(labels), HeadRows(weight, bias), DECAY)
+    torch.testing.assert_close(candidates, everything, rtol=EXACT, atol=EXACT)
+    few = CandidateVocabulary(torch.tensor([3, 5, 19]), VOCAB, num_others=4).sample(torch.Generator().manual_seed(0))
+    assert few[:3].tolist() == [3, 5, 19] and len(set(few.tolist())) == 7
+
+
+class Int8Head(nn.Module):
+    """A quantised head: its weight is no floating-point matrix."""
+
+    def __init__(self, head: nn.Linear):
+        super().__init__()
+        self.scale = head.weight.abs().amax(dim=1, keepdim=True) / 127
+        self.weight = nn.Parameter((head.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, hidden):
+        return hidden @ (self.weight * self.scale).T
+
+
+def test_a_quantised_head_is_read_by_its_logits():
+    """Catches: a crash, or training against codes in place of weights."""
+    target = tiny_target("llama")
+    target.lm_head = Int8Head(target.lm_head)
+    drafter = tiny_drafter(target, 4)
+    hidden = torch.randn(3, 32, dtype=torch.float64)
+    head = head_rows(drafter, linear_head(drafter, target), torch.arange(64))
+    torch.testing.assert_close(nn.functional.linear(hidden, head.weight, head.bias), target.lm_head(hidden))

@@ -116,7 +116,7 @@ def spoil(folder, **changes) -> None:
     [
         (None, "missing: draft_token_ids"),
         ([2, 5, 11, 40, 41], r"draft_token_ids is \(5,\), needs \(6,\)"),
-        ([2, 5, 11, 40, 41, 64], r"must name 6 different tokens in \[0, 63\]"),
+        ([2, 5, 11, 40, 41, 64], r"must hold 6 different tokens in \[0, 63\]"),
         ([2, 5, 5, 40, 41, 62], "different tokens"),
         ([-1] * 6, "different tokens"),
     ],
