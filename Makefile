@@ -39,9 +39,10 @@ test-nightly: $(VENV)/.stamp  ## what takes minutes: tests/nightly, and 2,000 ra
 test-experiments: $(VENV)/.stamp  ## the tests of experiments/
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) experiments/tests
 
-lint: $(VENV)/.stamp  ## ruff and mypy
+lint: $(VENV)/.stamp  ## ruff, mypy, and which room may import which (import-linter)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/mypy
 
 docs: $(VENV)/.stamp  ## the site, in build/site; a link that leads nowhere is an error

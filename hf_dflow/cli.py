@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
+from hf_dflow import drafter_commands as drafters
 from hf_dflow._version import __version__
 from hf_dflow.bench import commands as bench
 from hf_dflow.bench.app import app as bench_app
 from hf_dflow.console import errors_in_words
-from hf_dflow.hub import commands as hub
 from hf_dflow.training import commands as training
 
 app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True)
@@ -18,10 +18,10 @@ commands: list[Callable[..., None]] = [
     bench.check,
     bench.probe,
     bench.calibrate,
-    hub.info,
-    hub.drafters,
-    hub.export,
-    hub.publish,
+    drafters.info,
+    drafters.drafters,
+    drafters.export,
+    drafters.publish,
     bench.plan,
     bench.cost,
     training.data,
@@ -46,7 +46,7 @@ def main(
 
 for command in commands:
     app.command()(errors_in_words()(command))
-app.add_typer(hub.card, name="card")
+app.add_typer(drafters.card, name="card")
 app.add_typer(bench_app, name="bench")
 
 

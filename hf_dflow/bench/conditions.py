@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-import hf_dflow
+from hf_dflow._version import __version__
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
 
@@ -40,7 +40,7 @@ def run_conditions(**more: Any) -> dict[str, Any]:
     """Versions, processor and threads of this process, and whatever the caller adds or knows better."""
     return {
         "versions": {
-            "hf_dflow": hf_dflow.__version__,
+            "hf_dflow": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),

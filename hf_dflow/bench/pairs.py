@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_dflow import DFlowDrafter
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, smollm2_folder
 from hf_dflow.errors import DFlowError
+from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.templates import asked_mode
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}

@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dflow import AcceptanceStatistics, DFlowDrafter, DFlowGenerationConfig
 from hf_dflow.errors import DFlowError
-from hf_dflow.generation.configuration import SAMPLING_RULES
+from hf_dflow.generation.configuration import SAMPLING_RULES, DFlowGenerationConfig
+from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.model.drafter import DFlowDrafter
 
 PLAIN = "plain"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
-from hf_dflow import DFlowGenerationConfig
 from hf_dflow.bench import comparison
 from hf_dflow.bench.pairs import Pair
 from hf_dflow.bench.strategies import Contestant, Mode, modes_of
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.console import Presentation, Remark, ResultTable, write_json
 from hf_dflow.errors import DFlowError
+from hf_dflow.generation.configuration import DFlowGenerationConfig
 
 RECORD = "sweep.json"
 KEYS = ("task", "T", "tokens", "at a time")

@@ -29,9 +29,9 @@ def drafters(
 
 def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) -> None:
     """Show what a drafter was made for."""
-    import hf_dflow
+    from hf_dflow.model.drafter import DFlowDrafter
 
-    model = hf_dflow.DFlowDrafter.from_pretrained(drafter)
+    model = DFlowDrafter.from_pretrained(drafter)
     config = model.config
     table = Table("property", "value")
     width, candidates = config.correction_intermediate_size, config.correction_top_k
@@ -59,8 +59,8 @@ def export(
     num_target_layers: Annotated[int | None, typer.Option(min=1, help="Where the drafter does not say.")] = None,
 ) -> None:
     """Write a drafter as other servers read it, and print what to pass to them."""
-    from hf_dflow import DFlowDrafter
     from hf_dflow.checkpoints.export import export_drafter
+    from hf_dflow.model.drafter import DFlowDrafter
 
     model = DFlowDrafter.from_pretrained(drafter, revision=revision or "main")
     for line in export_drafter(model, output, to, num_target_layers):
@@ -83,8 +83,8 @@ def publish(
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
 ) -> None:
     """Check a drafter and its card, and upload them; log in with `hf auth login` first."""
-    from hf_dflow import DFlowDrafter
     from hf_dflow.hub.publishing import publish as upload
+    from hf_dflow.model.drafter import DFlowDrafter
 
     text = _read_card(card or drafter)
     files, commit = upload(
@@ -128,8 +128,8 @@ def card_new(
     licence: Annotated[str | None, typer.Option("--license", help="E.g. apache-2.0.")] = None,
 ) -> None:
     """Print a card for a drafter, with marks where only its maker knows what to write."""
-    from hf_dflow import DFlowDrafter
     from hf_dflow.hub.cards import make_card
+    from hf_dflow.model.drafter import DFlowDrafter
 
     with errors_in_words():
         typer.echo(make_card(DFlowDrafter.from_pretrained(drafter), repository, licence))
