@@ -13,7 +13,16 @@ from typing import Any, NoReturn
 import torch
 from transformers import Qwen3Config
 
-from hf_dflow.checkpoints.layout import LAYER_DEFAULTS, LAYER_SIZES, TOKEN_IDS, Export, Layout, refuse, refuse_export
+from hf_dflow.checkpoints.layout import (
+    LAYER_DEFAULTS,
+    LAYER_SIZES,
+    TOKEN_IDS,
+    Export,
+    Layout,
+    check_layer_count,
+    refuse,
+    refuse_export,
+)
 
 # Draft keys, in `dflash_config` or at top level in older files.
 DRAFT_REQUIRED = ("block_size", "mask_token_id", "target_layer_ids")
@@ -72,20 +81,19 @@ class _ConfigReader:
         self.check_keys()
         fields = {key: self.required(key) for key in (*LAYER_SIZES, *self.draft_required)}
         fields |= {key: self.raw[key] for key in LAYER_DEFAULTS + TOKEN_IDS if self.raw.get(key) is not None}
-        cap = self.number("final_logit_softcapping", 0.0)
-        fields |= {
-            "num_target_layers": self.draft_value("num_target_layers"),
-            "input_embedding_scale": self.number("input_embedding_scale", 1.0),
-            "output_multiplier": self.number("output_multiplier", 1.0),
-            "final_logit_softcapping": cap if cap > 0 else None,  # the format ignores a cap of 0 or less
+        fields |= {key: value for key in DRAFT_OPTIONAL if (value := self.draft_value(key)) is not None}
+        cap = fields.get("final_logit_softcapping")
+        if isinstance(cap, int | float) and cap <= 0:  # which the format ignores
+            fields["final_logit_softcapping"] = None
+        return {
+            **fields,
+            **self.attention(fields["num_hidden_layers"]),
             "rope_parameters": self.rope(),
             "input_embedding": "raw",
             "output_head": "target",
             "window_is_inclusive": False,
             "use_relay": False,
         }
-        self.check_types(fields)
-        return fields | self.attention(fields["num_hidden_layers"])
 
     def check_keys(self) -> None:
         model_type = self.raw.get("model_type")
@@ -117,26 +125,6 @@ class _ConfigReader:
             self.refuse(f"'{key}' is missing and has no safe default; add it, or pass {key}= to from_pretrained")
         return value
 
-    def check_types(self, fields: dict[str, Any]) -> None:
-        integers = (*LAYER_SIZES, "block_size", "mask_token_id", "num_target_layers", *self.layout.added_keys)
-        for key, value in {**fields, "sliding_window": self.raw.get("sliding_window")}.items():
-            if key in (*integers, "sliding_window") and not (value is None or type(value) is int):
-                self.refuse(f"'{key}' is {value!r}; give an integer")
-        for key, value in (
-            ("target_layer_ids", fields["target_layer_ids"]),
-            ("layer_types", self.raw.get("layer_types")),
-        ):
-            if value is not None and not isinstance(value, (list, tuple)):
-                self.refuse(f"'{key}' is {value!r}; give a list")
-
-    def number(self, key: str, default: float) -> float:
-        value = self.draft_value(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.refuse(f"'{key}' is {value!r}; give a number")
-        return float(value)
-
     def rope(self) -> dict[str, Any]:
         """Rotary parameters, from `rope_parameters` or the older `rope_theta` with `rope_scaling`."""
         if self.overrides.get("rope_parameters") is not None:
@@ -151,6 +139,7 @@ class _ConfigReader:
     def attention(self, num_layers: int) -> dict[str, Any]:
         """Layer types, window and causality of the draft layers."""
         raw, layer_types = self.raw, self.overrides.get("layer_types") or self.raw.get("layer_types")
+        check_layer_count(self.path, num_layers)
         if layer_types is None:
             if raw.get("use_sliding_window") or raw.get("sliding_window") is not None:
                 self.refuse(
@@ -158,6 +147,8 @@ class _ConfigReader:
                     "add one of full_attention, sliding_attention for each layer"
                 )
             layer_types = ["full_attention"] * num_layers
+        if not isinstance(layer_types, list):
+            self.refuse(f"'layer_types' is {layer_types!r}; give a list")
         has_sliding = "sliding_attention" in layer_types
         if has_sliding and not raw.get("use_sliding_window"):
             self.refuse(

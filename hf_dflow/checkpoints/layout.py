@@ -20,6 +20,7 @@ LAYER_SIZES = (
     "max_position_embeddings",
 )
 LAYER_DEFAULTS = ("hidden_act", "rms_norm_eps", "initializer_range", "attention_bias", "attention_dropout")
+MOST_LAYERS = 1024  # lists as long as the number of layers are made before the weights are compared with it
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -100,6 +101,12 @@ class Export:
 def refuse(path: str, problem: str) -> NoReturn:
     """Raise [`DrafterConfigError`] about the config.json at `path`."""
     raise DrafterConfigError(f"{path}/config.json: {problem}.")
+
+
+def check_layer_count(path: str, num_layers: Any) -> None:
+    """Refuse a `num_hidden_layers` that no drafter has."""
+    if type(num_layers) is not int or not 0 < num_layers <= MOST_LAYERS:
+        refuse(path, f"'num_hidden_layers' is {num_layers!r}; give a whole number from 1 to {MOST_LAYERS}")
 
 
 def refuse_export(layout: str, obstacles: Mapping[str, bool]) -> None:

@@ -21,7 +21,7 @@ from hf_dflow.checkpoints.dflash import (
     DFlashLayout,
     published_names,
 )
-from hf_dflow.checkpoints.layout import Export, Layout, refuse, refuse_export
+from hf_dflow.checkpoints.layout import Export, Layout, check_layer_count, refuse, refuse_export
 from hf_dflow.errors import DrafterWeightsError
 
 DFLASH, DFLASH2 = "dflash", "dflash2"  # values of speculators_model_type
@@ -58,7 +58,12 @@ class SpeculatorsLayout(Layout):
                 f"unknown key(s) {', '.join(unknown)}, which may change what the drafter computes; if a key is only a "
                 "note, remove it from the file"
             )
-        fields = _layer_fields(raw.get("transformer_layer_config"), refuse_key)
+        layers = raw.get("transformer_layer_config")
+        if not isinstance(layers, dict):
+            refuse_key("'transformer_layer_config' is missing; add the configuration of the draft layers")
+        if "num_hidden_layers" in layers:
+            check_layer_count(path, layers["num_hidden_layers"])
+        fields = _layer_fields(layers, refuse_key)
         for key in ("block_size", "mask_token_id", "draft_vocab_size", "aux_hidden_state_layer_ids", *added_keys):
             if raw.get(key) is None:
                 refuse_key(f"'{key}' is missing and has no safe default; add it")
@@ -109,10 +114,8 @@ class SpeculatorsLayout(Layout):
         return weights
 
 
-def _layer_fields(layers: Any, refuse_key: Callable[[str], NoReturn]) -> dict[str, Any]:
+def _layer_fields(layers: dict[str, Any], refuse_key: Callable[[str], NoReturn]) -> dict[str, Any]:
     """The draft layers' fields; what `transformer_layer_config` omits has its class's default."""
-    if not isinstance(layers, dict):
-        refuse_key("'transformer_layer_config' is missing; add the configuration of the draft layers")
     model_type = layers.get("model_type", "qwen3")
     if model_type not in CONFIG_MAPPING:
         refuse_key(f"'transformer_layer_config.model_type' is {model_type!r}, which transformers does not know")

@@ -4,7 +4,8 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Any, NoReturn, get_args, get_origin
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -24,6 +25,8 @@ SIZES = (
     "block_size",
     "relay_intermediate_size",
 )
+JSON_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list",
+              dict: "an object"}  # fmt: skip
 LAYER_TYPES = ("full_attention", "sliding_attention")
 INPUT_EMBEDDINGS = ("raw", "target", "own")
 OUTPUT_HEADS = ("target", "own")
@@ -194,7 +197,8 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 f"'{REMOVED}' is {getattr(self, REMOVED)!r}: relays that read the verifier's logits were removed; take "
                 "the field out and train the drafter again"
             )
-        self._check_numbers()
+        self._check_types()
+        self._check_sizes()
         self._check_rope()
         self._check_block()
         self._check_mask_token()
@@ -213,16 +217,20 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 "the target's embedding or head is shared; set input_embedding and output_head to 'own'"
             )
 
-    def _check_numbers(self) -> None:
+    def _check_types(self) -> None:
         for key in (*SIZES, "rope_parameters", "layer_types", "mask_token_id", "target_layer_ids"):
             if getattr(self, key) is None:
                 self._refuse(f"'{key}' is missing and has no safe default; add it")
-        for key in (*SIZES, "mask_token_id", *(() if self.vocab_size is None else ("vocab_size",))):
-            value = getattr(self, key)
-            if type(value) is not int:
-                self._refuse(f"'{key}' is {value!r}; give a whole number")
-            if value < 1 and key != "mask_token_id":
-                self._refuse(f"'{key}' is {value}; give 1 or more")
+        for key, hint in DFlowDrafterConfig.__annotations__.items():
+            value, may_be_none = getattr(self, key), getattr(DFlowDrafterConfig, key) is None
+            allowed = _json_types(hint)
+            if allowed and not (value is None and may_be_none) and not _is_one_of(value, allowed):
+                self._refuse(f"'{key}' is {value!r}; give {' or '.join(JSON_TYPES[kind] for kind in allowed)}")
+
+    def _check_sizes(self) -> None:
+        for key in (*SIZES, *(() if self.vocab_size is None else ("vocab_size",))):
+            if not _is_one_of(getattr(self, key), [int]) or getattr(self, key) < 1:
+                self._refuse(f"'{key}' is {getattr(self, key)!r}; give a whole number from 1")
         if self.num_attention_heads % self.num_key_value_heads:
             self._refuse(
                 f"'num_attention_heads' {self.num_attention_heads} is no multiple of 'num_key_value_heads' "
@@ -236,7 +244,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
         theta = rope.get("rope_theta")
         if theta is None:
             self._refuse("'rope_parameters' lacks 'rope_theta' (the rotary base), which has no safe default; add it")
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        if not _is_one_of(theta, [float]) or not 0 < theta < math.inf:
             self._refuse(f"'rope_theta' is {theta!r}; give a positive number")
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)
         if rope.get("rope_type", "default") not in rope_types:
@@ -281,7 +289,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             self._refuse("'sliding_window' is missing though 'layer_types' has sliding layers; add it")
         ids = self.target_layer_ids
-        if not ids or any(not isinstance(i, int) or i < 0 for i in ids) or len(set(ids)) != len(ids):
+        if not ids or any(not _is_one_of(i, [int]) or i < 0 for i in ids) or len(set(ids)) != len(ids):
             self._refuse(f"'target_layer_ids' is {ids}; give distinct layer numbers, 0 is the first decoder layer")
         if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
             self._refuse(f"'target_layer_ids' names layer {max(ids)} of a target with {self.num_target_layers} layers")
@@ -294,7 +302,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
             ("correction_intermediate_size", "correction_top_k"),
         ):
             values = [getattr(self, first), getattr(self, second)]
-            if values != [None, None] and any(type(value) is not int or value < 1 for value in values):
+            if values != [None, None] and any(value is None or value < 1 for value in values):
                 self._refuse(
                     f"'{first}' is {values[0]!r} and '{second}' {values[1]!r}; give two whole numbers from 1, or none"
                 )
@@ -329,7 +337,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
                 f"'draft_vocab_size' is {size} while 'output_head' is '{self.output_head}'; a reduced vocabulary needs "
                 "the drafter's own rows: set output_head to 'own', or leave draft_vocab_size out"
             )
-        if type(size) is not int or not 1 <= size <= self.vocab_size:
+        if not 1 <= size <= self.vocab_size:
             self._refuse(
                 f"'draft_vocab_size' is {size!r} for a vocabulary of {self.vocab_size}; give a whole number in "
                 f"[1, {self.vocab_size}], or leave it out"
@@ -344,6 +352,19 @@ class DFlowDrafterConfig(PreTrainedConfig):
 
     def _where(self) -> str:
         return f"{self._name_or_path}/config.json" if self._name_or_path else "DFlowDrafterConfig"
+
+
+def _json_types(hint: Any) -> list[type]:
+    """The types of `JSON_TYPES` that an annotation allows."""
+    parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return [kind for kind in JSON_TYPES if kind in [get_origin(part) or part for part in parts]]
+
+
+def _is_one_of(value: Any, kinds: Sequence[type]) -> bool:
+    """Whether `value` is of one of the types; whole numbers are numbers, true and false are not."""
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, tuple(kinds)) or (isinstance(value, int) and float in kinds)
 
 
 def _problem_of_fit(fitted: Any) -> str | None:
@@ -368,8 +389,9 @@ def _problem_of_fit(fitted: Any) -> str | None:
 def _is_table(value: Any, shape: tuple[int, ...]) -> bool:
     """Whether `value` holds finite numbers in nested lists of `shape`."""
     if not shape:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and -sys.float_info.max <= value <= sys.float_info.max  # an int may exceed any float
+        return (
+            _is_one_of(value, [float]) and -sys.float_info.max <= value <= sys.float_info.max
+        )  # an int may exceed any float
     return isinstance(value, list) and len(value) == shape[0] and all(_is_table(part, shape[1:]) for part in value)
 
 

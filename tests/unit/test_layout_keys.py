@@ -26,6 +26,7 @@ REQUIRED = {
 }
 CORRECTION = {"correction_intermediate_size": 16, "correction_top_k": 4}
 NESTED = "dflash_config."
+WITHOUT_WINDOW = dict.fromkeys(("layer_types", "use_sliding_window", "sliding_window"))
 # Layout, what is changed in its config.json (None: removed), and the word that the error must contain.
 IMPOSSIBLE = [
     ("dflow", {"rope_parameters": {"rope_type": "default"}}, "rope_theta"),
@@ -33,6 +34,11 @@ IMPOSSIBLE = [
     ("dflow", {"block_size": 1}, "block_size"),
     ("dflow", {"target_layer_ids": [0, 4]}, "target_layer_ids"),
     ("dflow", {"input_embedding": "shared"}, "input_embedding"),
+    ("dflow", {"target_layer_ids": 2}, "target_layer_ids"),
+    ("dflow", {"sliding_window": "8"}, "sliding_window"),
+    ("dflow", {"use_relay": "no"}, "true or false"),
+    ("dflow", {"rms_norm_eps": True}, "rms_norm_eps"),
+    ("dflow", {"num_hidden_layers": True}, "num_hidden_layers"),
     ("dflow", {"format_version": 2}, "format_version 2 is newer"),
     ("dflow", {"correction_top_k": 4}, "give two whole numbers from 1, or none"),
     ("dflow", {**CORRECTION, "correction_top_k": 0}, "give two whole numbers from 1, or none"),
@@ -47,6 +53,8 @@ IMPOSSIBLE = [
     ("dflash", {f"{NESTED}final_logit_softcapping": "on"}, "final_logit_softcapping"),
     ("dflash", {"block_size": 8}, "block_size"),  # contradicts dflash_config
     ("dflash", {"num_target_layers": 2}, "target_layer_ids"),
+    ("dflash", {**WITHOUT_WINDOW, "num_hidden_layers": 10**12}, "num_hidden_layers"),  # a list of that length
+    ("dflash", {"layer_types": "full_attention"}, "layer_types"),
     ("dflash", {"is_causal": "no"}, "is_causal"),
     ("dflash", {f"{NESTED}causal": False}, "causal"),  # another server's key
     ("dflash", {"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size"),
@@ -58,6 +66,7 @@ IMPOSSIBLE = [
     ("speculators", {"aux_hidden_state_layer_ids": [0, 2]}, "entry 0"),
     ("speculators", {"transformer_layer_config": {"model_type": "no-such"}}, "no-such"),
     ("speculators", {"draft_vocab_size": 8}, "d2t"),
+    ("speculators", {"transformer_layer_config.num_hidden_layers": 10**12}, "num_hidden_layers"),
     ("speculators", {"speculators_model_type": "dspark"}, "dspark"),
     ("speculators", {"speculators_model_type": "xpress"}, "xpress"),
     ("speculators", {"speculators_model_type": "peagle"}, "peagle"),
