@@ -17,12 +17,15 @@ OLDEST := .venv-oldest
 # An index listed in pip's settings may lack a package; pip calls that a warning, hence twice quiet.
 PIP := -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test test-oldest test-nightly test-experiments lint docs bench bench-full bench-loop bench-batch clean
+.PHONY: help setup environments demo test test-oldest test-nightly test-experiments lint docs same-behaviour bench \
+	bench-full bench-loop bench-batch clean
 
 help:
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(VENV)/.stamp  ## make .venv with everything that the other targets need
+
+environments: $(VENV)/.stamp $(OLDEST)/.stamp
 
 demo: $(VENV)/.stamp  ## plain, DFlash-style and DFlow decoding of SmolLM2-135M side by side
 	$(VENV)/bin/hf-dflow demo
@@ -48,6 +51,10 @@ lint: $(VENV)/.stamp  ## ruff, mypy, and which room may import which (import-lin
 docs: $(VENV)/.stamp  ## the site, in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
+same-behaviour: $(VENV)/.stamp  ## OLD=commit: the same calls on it and on this tree; texts and statistics must be identical
+	git worktree add --force --detach build/old $(OLD)
+	$(VENV)/bin/python -m experiments.same_behaviour --old build/old --new .
+
 bench: $(VENV)/.stamp  ## counts of all strategies on code and chat, greedy and sampled; begins no prompt after 12 minutes
 	mkdir -p $(BENCH_OUT)
 	$(VENV)/bin/hf-dflow bench run --task code --task chat --temperature 0 --temperature 1 --verification token \
@@ -64,8 +71,9 @@ bench-loop: $(VENV)/.stamp  ## the loop against transformers' own DFlash loop; r
 bench-batch: $(VENV)/.stamp  ## a batch of 8 against eight single runs; run it when nothing else runs
 	$(VENV)/bin/python -m experiments.batch
 
-clean:  ## remove both virtual environments
-	rm -rf $(VENV) $(OLDEST)
+clean:  ## remove both virtual environments, builds and caches
+	rm -rf $(VENV) $(OLDEST) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	git worktree prune
 
 $(VENV)/.stamp $(OLDEST)/.stamp: pyproject.toml Makefile
 	$(PYTHON) -m venv $(@D)
@@ -76,5 +84,5 @@ $(VENV)/.stamp $(OLDEST)/.stamp: pyproject.toml Makefile
 
 $(VENV)/.stamp: LINE = $(TRANSFORMERS)
 $(VENV)/.stamp: EXTRAS = demo,test,lint,triton,docs
-$(OLDEST)/.stamp: EXTRAS = demo,test,lint,triton
+$(OLDEST)/.stamp: EXTRAS = demo,test,triton
 $(OLDEST)/.stamp: LINE = $(TRANSFORMERS_OLDEST)
