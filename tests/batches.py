@@ -94,7 +94,7 @@ def new_ids(output, place: int) -> list[int]:
     return output.sequences[place, WIDTH:].tolist()
 
 
-def padded_texts(texts) -> list[list[int]]:
-    """New tokens of `texts`, ids with padding, padded with 0 to the longest."""
-    longest = max(len(text) for text in texts) - WIDTH
-    return [text[WIDTH:].tolist() + [0] * (longest + WIDTH - len(text)) for text in texts]
+def padded_texts(texts, pad: int = 0) -> list[list[int]]:
+    """New tokens of `texts`, ids with the prompts' padding, padded with `pad` to the longest."""
+    longest = max(len(text) for text in texts)
+    return [text[WIDTH:].tolist() + [pad] * (longest - len(text)) for text in texts]

@@ -39,6 +39,7 @@ __all__ = [
     "DraftTree",
     "LengthPlanner",
     "StepCosts",
+    "Uniforms",
     "Worth",
     "capture_features",
     "grow",
@@ -261,10 +262,9 @@ def mixture_looks_at(monkeypatch, num_tokens: int) -> None:
     monkeypatch.setattr(mixture, "TOP_K", num_tokens)
 
 
-def mixture_counts(processor) -> tuple[float, float]:
-    """What a mixture counted online beyond what it began with, and how many slots' weights it mixed last (-1: none)."""
-    began = mixture.NUM_BUCKETS * mixture.PRIOR_COUNT
-    return float(processor._counts.sum()) - began
+def mixture_counts(processor) -> float:
+    """How many slots a mixture has counted, beyond what it begins with."""
+    return float(processor._counts.sum()) - mixture.NUM_BUCKETS * mixture.PRIOR_COUNT
 
 
 def mixed_slots(processor) -> int | None:
@@ -277,6 +277,13 @@ def pair_warnings(monkeypatch) -> list[str]:
     texts: list[str] = []
     monkeypatch.setattr(pair.logger, "warning_once", lambda text: text in texts or texts.append(text))
     return texts
+
+
+def watch_fingerprints(monkeypatch) -> list:
+    """The tokenizers whose fingerprints the pair check computes from now on."""
+    hashed, compute = [], pair.tokenizer_fingerprint
+    monkeypatch.setattr(pair, "tokenizer_fingerprint", lambda tokenizer: hashed.append(tokenizer) or compute(tokenizer))
+    return hashed
 
 
 def may_be_padding(drafter_config, target_config) -> bool:

@@ -12,6 +12,7 @@ from scripted_drafters import (  # noqa: F401 - tests take all of the kit from h
     OracleDrafter,
     PatternDrafter,
     ScriptedDrafter,
+    TurnsGood,
     scripted_steps,
 )
 from tokenizers import Tokenizer, decoders, models
@@ -21,9 +22,13 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
@@ -77,6 +82,19 @@ def _target_config(family: str, **overrides):
         return Gemma2Config(**{**modern, **gemma, **overrides})
     if family == "mistral_sliding":
         return MistralConfig(**{**modern, "sliding_window": WINDOW, **overrides})
+    # Only where a test names them.
+    if family == "phi3":
+        return Phi3Config(**{**{name: value for name, value in modern.items() if name != "head_dim"}, **overrides})
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if family == "mixtral":
+        return MixtralConfig(**{**modern, "num_experts_per_tok": 2, "num_local_experts": 4, **overrides})
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(**{**modern, **experts, "num_experts": 4, **overrides})
+    if family == "qwen3_next":
+        heads = {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
+        linear = {**heads, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 24}
+        layers = ["linear_attention", "full_attention"] * 2
+        return Qwen3NextConfig(**{**modern, **experts, **linear, "num_experts": 4, "layer_types": layers, **overrides})
     raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
 
 
@@ -278,6 +296,20 @@ class RecordingStreamer(BaseStreamer):
 def our_warnings(caplog) -> list[str]:
     """What the package has logged as warnings."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dflow")]
+
+
+class ContextRecorder:
+    """Keeps the context features that a drafter without relay (which projects its own) is given, in order."""
+
+    def __init__(self, drafter: DFlowDrafter):
+        self.rows = []
+        inner = drafter.project_context
+
+        def project_context(features):
+            self.rows.append(features)
+            return inner(features)
+
+        drafter.project_context = project_context
 
 
 def scripted(

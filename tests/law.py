@@ -47,6 +47,24 @@ def three_token_drafter(target, block_size: int = 3, **overrides):
     return kit.tiny_drafter(target, block_size, **{**own, **one_layer, **overrides})
 
 
+def fixed_law_target(law: list[float]) -> GPT2LMHeadModel:
+    """A target that gives every next token the probabilities `law` over 3 tokens, whatever stands before it."""
+    target = three_token_target()
+    target.set_attn_implementation("sdpa")
+    norm, head = target.transformer.ln_f, target.lm_head.weight
+    with torch.no_grad():
+        norm.weight.zero_()
+        norm.bias.copy_(torch.linalg.pinv(head) @ torch.tensor(law, dtype=torch.float64).log())
+    return target
+
+
+def fixed_law_drafter(target, law: list[float], block_size: int):
+    """A drafter that gives every draft the probabilities `law`."""
+    drafter, logits = three_token_drafter(target, block_size), torch.tensor([*law, 0.0], dtype=torch.float64).log()
+    drafter.compute_logits = lambda hidden, head: logits.expand(*hidden.shape[:-1], -1).clone()
+    return drafter
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One way in which a verification can end, and uniforms `[N + 1]` that lead there."""

@@ -105,6 +105,19 @@ class PatternDrafter(ScriptedDrafter):
         return self._say(logits, right if is_right else self._wrong(right))
 
 
+class TurnsGood(ScriptedDrafter):
+    """Wrong up to position `good_from`, right from there on."""
+
+    good_from: int = 0
+
+    def draft_hidden(self, block_embeds, position_ids, extend, mask_for):
+        self.is_good = int(position_ids[0, 0]) >= self.good_from
+        return super().draft_hidden(block_embeds, position_ids, extend, mask_for)
+
+    def scripted_logits(self, logits, right, *, slot, step):
+        return self._say(logits, right if self.is_good else self._wrong(right))
+
+
 class NudgedDrafter(ScriptedDrafter):
     """The real drafter, relay included, pushed towards the followed text: its own states decide how far it gets."""
 

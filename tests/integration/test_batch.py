@@ -16,7 +16,7 @@ from kit import (
     tiny_drafter,
 )
 
-from hf_dflow.generation.drafting import DraftSession
+from hf_dflow import DFlowDrafter
 
 NEW_TOKENS = 24
 PATTERN = [7, 0, 3, 5, 2]
@@ -100,29 +100,31 @@ def test_neighbours_do_not_matter(batch_size):
             assert found == expected, batch
 
 
-def test_draft_logits_do_not_depend_on_neighbours(monkeypatch):
+class RecordedDrafter(PatternDrafter):
+    """Keeps the real logits of each block, by row of the batch and position."""
+
+    def compute_logits(self, hidden, target_head):
+        real = DFlowDrafter.compute_logits(self, hidden[..., :-4], target_head)
+        for logits, marks in zip(real, hidden[..., -4:].long().tolist(), strict=True):
+            row, position, *_ = marks[0]
+            self.recorded[self.places[row], position] = logits.clone()
+        return super().compute_logits(hidden, target_head)
+
+
+def test_draft_logits_do_not_depend_on_neighbours():
     """B3: a ragged draft cache whose mask or positions are another row's; too small a fault to change an argmax."""
-    rows, seen, slots = [0, 1, 2, 7], {}, DraftSession.slots
 
-    def watching(session, drafted, *args):
-        states, original = [], session.block_hidden
-        session.block_hidden = lambda *inner: states.append(original(*inner)) or states[-1]
-        block = slots(session, drafted, *args)
-        session.block_hidden = original
-        logits = session.drafter.compute_logits(states[0], session.head)
-        for row, own in zip(drafted, logits, strict=True):
-            seen[len(drafted) == 1, row.ids.tolist()[0][-row.next_position - 1], row.next_position] = own
-        return block
+    def recorded(rows):
+        drafter = following(RecordedDrafter, rows, NEW_TOKENS, pattern=PATTERN, places=rows, recorded={})
+        generate(rows, drafter, NEW_TOKENS)
+        return drafter.recorded
 
-    monkeypatch.setattr(DraftSession, "slots", watching)
-    generate(rows, following(PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN), NEW_TOKENS)
-    batched = {key[1:]: logits for key, logits in seen.items()}
-    seen.clear()
+    rows = [0, 1, 2, 7]
+    together, single = recorded(rows), {}
     for row in rows:
-        generate([row], following(PatternDrafter, [row], NEW_TOKENS, pattern=PATTERN), NEW_TOKENS)
-    assert len(seen) > 16
-    for (_, *key), logits in seen.items():
-        torch.testing.assert_close(batched[tuple(key)], logits, atol=FLOAT32, rtol=FLOAT32)
+        single |= recorded([row])
+    assert len(single) > 16
+    torch.testing.assert_close(together, single, atol=FLOAT32, rtol=FLOAT32)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Random batches: each row equals a call for it alone.
 
-200 cases, or as many as HF_DFLOW_CASES says (`make test-nightly`: 2,000).
+80 cases, or as many as HF_DFLOW_CASES says (`make test-nightly`: 2,000).
 """
 
 import os
@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from batches import padded, target_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit import VOCAB_SIZE, NudgedDrafter, PatternDrafter, plain_greedy, prompt_of, tiny_drafter
+from kit import VOCAB_SIZE, NudgedDrafter, PatternDrafter, decode, plain_greedy, prompt_of, tiny_drafter
 
-from hf_dflow import DFlowGenerationConfig
-
-CASES = int(os.environ.get("HF_DFLOW_CASES", "200"))
+CASES = int(os.environ.get("HF_DFLOW_CASES", "80"))
 FAMILIES = ("llama", "gpt2", "qwen3")
 PROCESSORS = (
     {},
@@ -66,23 +64,19 @@ def drafter_for(case: Case, texts):
 
 
 def run(case: Case, ids, mask, texts, seeds, eos):
-    options = dict(case.processors)
-    extra = {name: options.pop(name) for name in ("prefix_allowed_tokens_fn",) if name in options}
-    config = DFlowGenerationConfig(
-        max_new_tokens=case.new_tokens,
+    return decode(
+        target_of(case.family),
+        drafter_for(case, texts),
+        ids,
+        case.new_tokens,
+        attention_mask=mask,
         do_sample=case.do_sample,
         top_k=0,
         temperature=0.1 if case.do_sample else None,
-        verification=None if extra else case.verification,
+        verification=None if "prefix_allowed_tokens_fn" in case.processors else case.verification,
         seeds=seeds,
         eos_token_id=eos or None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        **options,
-    )
-    drafter = drafter_for(case, texts)
-    return target_of(case.family).generate(
-        ids, attention_mask=mask, assistant_model=drafter, generation_config=config, **extra
+        **case.processors,
     )
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from batches import padded
+from internals import STATIC_IS_CROPPABLE
 from kit import NudgedDrafter, assert_not_vacuous, prompt_of, tiny_drafter, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_dflow import AcceptanceMonitor, DFlowDrafter, DFlowGenerationConfig
-from hf_dflow.generation._compat import STATIC_IS_CROPPABLE
 
 DEVICE = os.environ.get("HF_DFLOW_TEST_DEVICE", "cuda")
 IS_GPU = DEVICE == "cuda"

@@ -8,35 +8,28 @@ from functools import cache
 
 import pytest
 import torch
-from batches import LENGTHS, padded, prompt, target_of
+from batches import IDS, LENGTHS, MASK, ROWS, WIDTH, alone, padded_texts, target_of
+from internals import STATIC_IS_CROPPABLE
 from kit import (
     HostileDrafter,
     NudgedDrafter,
     OracleDrafter,
     PatternDrafter,
     assert_not_vacuous,
-    plain_greedy,
+    decode,
     tiny_drafter,
     tiny_tokenizer,
 )
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hf_dflow import DFlowGenerationConfig
-from hf_dflow.generation._compat import STATIC_IS_CROPPABLE
-
 NEW_TOKENS, SLACK, BLOCK_SIZE = 20, 8, 8
-ROWS = [0, 1, 3]
-IDS, MASK = padded([prompt(row) for row in ROWS])
-WIDTH = IDS.shape[1]
 DRAFTERS = [OracleDrafter, HostileDrafter, PatternDrafter, NudgedDrafter]
 
 
 @cache
 def words(row: int) -> list[int]:
-    """What row `row` says without any option."""
-    return plain_greedy(target_of(), IDS[row : row + 1], NEW_TOKENS, attention_mask=MASK[row : row + 1])[
-        0, WIDTH:
-    ].tolist()
+    """The new tokens of row `row` without any option."""
+    return alone(row, NEW_TOKENS)[WIDTH:].tolist()
 
 
 def end(row: int, least: int) -> int:
@@ -89,7 +82,6 @@ FEATURES = {
     "cold sampling, by blocks": lambda: {"do_sample": True, "top_k": 1, "verification": "block"},
 }  # fmt: skip
 OURS = ("num_draft_tokens", "verification")
-NOT_IN_CONFIG = ("tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn", "logits_processor")
 
 
 @cache
@@ -121,18 +113,12 @@ def test_a_feature_gives_the_plain_text(name, drafter_class, rows):
     long in all rows."""
     if name == "static cache" and not STATIC_IS_CROPPABLE:
         pytest.skip("this release cannot crop static caches")
-    drafter = drafter_of(drafter_class)
-    drafter.follow_rows([(plain(name)[row][0, WIDTH - LENGTHS[ROWS[row]] :], LENGTHS[ROWS[row]]) for row in rows])
+    drafter, texts = drafter_of(drafter_class), plain(name)
+    drafter.follow_rows([(texts[row][0, WIDTH - LENGTHS[ROWS[row]] :], LENGTHS[ROWS[row]]) for row in rows])
     options = {"pad_token_id": 0, **FEATURES[name]()}
-    extra = {key: options.pop(key) for key in NOT_IN_CONFIG if key in options}
-    config = DFlowGenerationConfig(max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, **options)
-    output = target_of().generate(
-        IDS[rows], attention_mask=MASK[rows], assistant_model=drafter, generation_config=config, **extra
-    )
-    texts = [plain(name)[row][0, WIDTH : WIDTH + NEW_TOKENS].tolist() for row in rows]
-    longest = max(map(len, texts))
-    pad = options["pad_token_id"]
-    assert output.sequences[:, WIDTH:].tolist() == [text + [pad] * (longest - len(text)) for text in texts]
+    output = decode(target_of(), drafter, IDS[rows], NEW_TOKENS, attention_mask=MASK[rows], **options)
+    expected = padded_texts([texts[row][0, : WIDTH + NEW_TOKENS] for row in rows], options["pad_token_id"])
+    assert output.sequences[:, WIDTH:].tolist() == expected
     accepted = output.statistics.per_step_accepted
     if name == "no time":
         assert accepted == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import PatternDrafter, dflow_greedy, prompt_of, scripted, tiny_drafter, tiny_target
+from kit import PatternDrafter, dflow_greedy, prompt_of, scripted, shared_target, tiny_drafter, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -99,7 +99,7 @@ OWN = ("verification", "use_relay", "stale_mixture")  # fields that the drafter'
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_wait_in_a_step(waits, name):
     """Catches a value read on the host (`.item()`, a mask index, a truth value) in a line of the loop."""
-    target, prompt = tiny_target(), prompt_of(9)
+    target, prompt = shared_target(), prompt_of(9)
     drafter = tiny_drafter(target, 6)
     options = dict(SETTINGS[name])
     drafter.config.generation_defaults = {key: options.pop(key) for key in OWN if key in options}
@@ -115,9 +115,9 @@ def test_one_wait_in_a_step(waits, name):
         ).statistics
 
     torch.manual_seed(0)
-    short, short_steps = _waits_and_steps(waits, lambda: call(8))
+    short, short_steps = _waits_and_steps(waits, lambda: call(6))
     torch.manual_seed(0)
-    long, long_steps = _waits_and_steps(waits, lambda: call(40))
+    long, long_steps = _waits_and_steps(waits, lambda: call(24))
     assert long_steps > short_steps + 10
     added = long - short
     assert sum(added.values()) <= ALLOWED_PER_STEP * (long_steps - short_steps), added
@@ -144,9 +144,9 @@ def test_one_wait_in_a_step_of_a_batch(waits, name):
         ).statistics
 
     torch.manual_seed(0)
-    short, short_steps = _waits_and_steps(waits, lambda: call(8))
+    short, short_steps = _waits_and_steps(waits, lambda: call(6))
     torch.manual_seed(0)
-    long, long_steps = _waits_and_steps(waits, lambda: call(40))
+    long, long_steps = _waits_and_steps(waits, lambda: call(24))
     assert long_steps > short_steps + 10
     added = long - short
     assert 0 < sum(added.values()) <= ALLOWED_PER_STEP * (long_steps - short_steps), added
@@ -154,7 +154,7 @@ def test_one_wait_in_a_step_of_a_batch(waits, name):
 
 def test_accepted_lengths_and_results_change_nothing(waits):
     """Catches a wait for each accepted draft, and statistics that ask the device once more."""
-    target, prompt = tiny_target(), prompt_of(9)
+    target, prompt = shared_target(), prompt_of(9)
     drafter = scripted(PatternDrafter, target, prompt, 40, pattern=[5, 1, 0, 3])
     counts = set()
     for return_dict in (True, False):
@@ -179,7 +179,7 @@ class Own(LogitsProcessor):
 
 def test_the_counter_counts(waits):
     """Guards the tests above: judging rows one by one waits for each row, which must show."""
-    target, prompt = tiny_target(), prompt_of(9)
+    target, prompt = shared_target(), prompt_of(9)
     drafter = scripted(PatternDrafter, target, prompt, 40, pattern=[5])
     by_place, forwards = _waits_and_steps(
         waits,

@@ -10,26 +10,23 @@ from kit import (
     PatternDrafter,
     assert_not_vacuous,
     dflow_greedy,
+    our_warnings,
     plain_greedy,
     prompt_of,
     scripted,
+    shared_target,
     tiny_drafter,
     tiny_target,
 )
 
 from hf_dflow import DFlowDrafter
 from hf_dflow.errors import DrafterConfigError
-from hf_dflow.generation.drafting import DraftSession
 
 PROMPT = prompt_of(20)
 PATTERN = [3, 0, 7, 1, 5]
 FLOAT32 = 1e-5  # norms and eager softmax run in float32 inside a float64 model
 NEAR_TIE = 0.1  # a low-precision target may choose either of two tokens whose logits are this close
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def our_warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dflow")]
 
 
 # -- positions
@@ -56,7 +53,7 @@ def test_target_with_few_learned_positions(drafter_class, caplog):
 def test_drafter_with_fewer_positions_than_the_target(family, caplog):
     """Drafting at positions that the drafter never saw in training; a warning each step; a wrong or shorter text."""
     limit, block_size, prompt = 24, 4, prompt_of(8)
-    target = tiny_target(family)
+    target = shared_target(family)
     drafter = scripted(
         PatternDrafter, target, prompt, 40, block_size=block_size, pattern=[2, 3, 0], max_position_embeddings=limit
     )
@@ -69,9 +66,8 @@ def test_drafter_with_fewer_positions_than_the_target(family, caplog):
     assert "max_position_embeddings of 24" in warning
 
 
-def test_prompt_beyond_the_drafters_positions(caplog):
+def test_prompt_beyond_the_drafters_positions(caplog, target):
     """A prompt that leaves no room at all: drafted once before anyone looks."""
-    target = tiny_target("llama")
     drafter = scripted(OracleDrafter, target, PROMPT, 12, max_position_embeddings=16)
     output = dflow_greedy(target, drafter, PROMPT, max_new_tokens=12)
     assert torch.equal(output.sequences, plain_greedy(target, PROMPT, 12))
@@ -145,12 +141,15 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("family", ["gpt2", "gemma_sliding"])
-@pytest.mark.parametrize("is_inclusive", [True, False], ids=["inclusive", "causal"])
+@pytest.mark.parametrize(
+    ("layers", "family", "is_inclusive"),
+    [("full", "gpt2", True)]
+    + [(layers, family, edge) for layers in ("mixed", "sliding") for family in ("gpt2", "gemma_sliding")
+       for edge in (True, False)],
+)  # fmt: skip
 def test_cached_loop_is_the_masked_reference(layers, family, is_inclusive):
     """A window applied to the wrong layers, off by one, or measured in the cut cache instead of in the text."""
-    target, prompt = tiny_target(family), prompt_of(30)
+    target, prompt = shared_target(family), prompt_of(30)
     text = plain_greedy(target, prompt, 50)
     drafter = tiny_drafter(
         target,
@@ -170,41 +169,6 @@ def test_cached_loop_is_the_masked_reference(layers, family, is_inclusive):
         torch.testing.assert_close(logits[0], expected[: logits.shape[1]], atol=FLOAT32, rtol=FLOAT32)
 
 
-@pytest.mark.parametrize("is_inclusive", [True, False])
-def test_sliding_drafter_sees_its_window_and_no_more(is_inclusive):
-    """Sliding layers run as full attention, or with a window that is a token too short."""
-    target = tiny_target("llama")
-    drafter = tiny_drafter(
-        target,
-        relay=None,
-        layer_types=["sliding_attention"] * 2,
-        sliding_window=WINDOW,
-        window_is_inclusive=is_inclusive,
-    )
-    anchor = 30
-    torch.manual_seed(0)
-    features = torch.randn(1, anchor, drafter.fc.in_features, dtype=torch.float64)
-
-    def logits(features):
-        session = DraftSession(
-            drafter,
-            target.get_input_embeddings(),
-            target.get_output_embeddings(),
-            vocab_size=64,
-            use_relay=False,
-            device=torch.device("cpu"),
-        )
-        session.cache.append_context(features, [0], [anchor])
-        return drafter.compute_logits(session.block_hidden(torch.tensor([5]), [anchor], None), session.head)
-
-    oldest_visible = anchor - (WINDOW if is_inclusive else WINDOW - 1)
-    beyond, at_the_edge = features.clone(), features.clone()
-    beyond[:, :oldest_visible] = 7.0 * torch.randn_like(beyond[:, :oldest_visible])
-    at_the_edge[:, oldest_visible] = 7.0 * torch.randn_like(at_the_edge[:, oldest_visible])
-    assert torch.equal(logits(beyond), logits(features))
-    assert (logits(at_the_edge) - logits(features)).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -217,7 +181,7 @@ def test_sliding_drafter_sees_its_window_and_no_more(is_inclusive):
 def test_layer_types_are_never_guessed(change, words):
     """Full attention where the configuration does not say what a layer is."""
     with pytest.raises(DrafterConfigError, match=words):
-        tiny_drafter(tiny_target("llama"), **change)
+        tiny_drafter(shared_target(), **change)
 
 
 # -- number formats
@@ -227,7 +191,7 @@ def test_layer_types_are_never_guessed(change, words):
 @pytest.mark.parametrize("target_dtype", DTYPES, ids=str)
 def test_every_pair_of_number_formats(target_dtype, drafter_dtype, caplog):
     """Features, embeddings or logits that meet weights of another format."""
-    target = tiny_target("llama", dtype=target_dtype)
+    target = shared_target(dtype=target_dtype)
     drafter = scripted(PatternDrafter, target, PROMPT, 30, pattern=PATTERN, dtype=drafter_dtype)
     output = dflow_greedy(target, drafter, PROMPT, max_new_tokens=30)
     ours, plain = output.sequences[0], plain_greedy(target, PROMPT, 30)[0]
@@ -245,7 +209,7 @@ def test_every_pair_of_number_formats(target_dtype, drafter_dtype, caplog):
 def test_drafter_that_overflows(do_sample, caplog):
     """NaN drafts accepted, drawn from, or drafted for ever; a warning each step."""
     caplog.set_level(logging.WARNING)
-    target = tiny_target("llama", dtype=torch.float32)
+    target = shared_target(dtype=torch.float32)
     drafter = tiny_drafter(target, dtype=torch.float16)
     for layer in drafter.layers:
         layer.mlp.down_proj.weight.mul_(1e5)

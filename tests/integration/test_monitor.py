@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from batches import following, generate, new_tokens_of, said, target_of
+from internals import MONITOR_LOGGER
 from kit import ROOT, ScriptedDrafter, assert_not_vacuous
 
 from hf_dflow import AcceptanceMonitor, DFlowGenerationConfig, MonitorSettings, StepTimes
@@ -136,12 +137,12 @@ def test_thresholds_callbacks_and_log(caplog):
         raise RuntimeError("pager is down")
 
     monitor = AcceptanceMonitor(SMALL, times=TIMES, low_acceptance={"code": 0.5}, on_event=[broken, events.append])
-    with caplog.at_level(logging.INFO, logger="hf_dflow.generation.policy.monitor"):
+    with caplog.at_level(logging.INFO, logger=MONITOR_LOGGER):
         decode(monitor, following(Weather, [1], LONG, block_size=BLOCK, bad=range(60, 100)))
     kinds = [event.kind for event in events]
     assert kinds.count("low_acceptance") == kinds.count("acceptance_recovered") == 1
     assert kinds.index("low_acceptance") < kinds.index("acceptance_recovered")
-    logged = [record for record in caplog.records if record.name == "hf_dflow.generation.policy.monitor"]
+    logged = [record for record in caplog.records if record.name == MONITOR_LOGGER]
     assert sum("A callback failed" in record.getMessage() for record in logged) == len(events)
     (switch,) = [r for r in logged if "decodes plainly" in r.getMessage()][:1]
     assert switch.levelno == logging.WARNING and "pays from 2.50 tokens per step" in switch.getMessage()

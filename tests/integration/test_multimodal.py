@@ -4,11 +4,11 @@ from functools import cache
 
 import pytest
 import torch
+from internals import capture_features, holds_holes, no_holes
 from kit import PatternDrafter, assert_not_vacuous, dflow_greedy, plain_greedy, prompt_of, tiny_drafter
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_dflow import UnsupportedGenerationError
-from hf_dflow.generation import _compat
 
 IMAGE, PATCHES, NEW_TOKENS = 62, 4, 24
 PATTERN = [3, 0, 7, 1, 5]
@@ -109,7 +109,7 @@ def test_tapped_states_are_the_language_models():
         )
     language_model.norm.register_forward_hook(lambda module, args, out: seen.__setitem__(3, out))
     states = target()(PROMPTS[0], pixel_values=IMAGES[:1], output_hidden_states=True).hidden_states
-    assert torch.equal(_compat.capture_features(states, ids), torch.cat([seen[i] for i in ids], dim=-1))
+    assert torch.equal(capture_features(states, ids), torch.cat([seen[i] for i in ids], dim=-1))
 
 
 def test_text_alone():
@@ -135,8 +135,7 @@ def batch(**options):
 
 def test_images_of_a_batch():
     """C10: a row's text about its neighbour's image; or an error from deep inside where rows go one by one."""
-    cache = _compat.DynamicCache(config=target().config.get_text_config())
-    if not _compat.holds_holes(target(), cache):
+    if not holds_holes(target()):
         with pytest.raises(UnsupportedGenerationError, match="which row for pixel_values"):
             batch()
         return
@@ -148,7 +147,7 @@ def test_images_of_a_batch():
 
 def test_images_of_rows_that_go_one_by_one_are_refused(monkeypatch):
     """C10: all images shown to each row."""
-    monkeypatch.setattr(_compat, "holds_holes", lambda *_: False)
+    no_holes(monkeypatch)
     with pytest.raises(UnsupportedGenerationError, match=r"belongs to which row for (pixel_values|mm_encoder_outputs)"):
         batch()
 

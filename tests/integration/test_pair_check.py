@@ -3,6 +3,7 @@
 import json
 
 import data_kit
+import internals
 import pytest
 import torch
 from kit import dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target, tiny_tokenizer
@@ -13,7 +14,6 @@ from hf_dflow import (
     DFlowDecoder,
     DFlowDrafter,
     DFlowGenerationConfig,
-    PairMismatchError,
     UnsupportedGenerationError,
     check_pair,
     record_target,
@@ -21,7 +21,6 @@ from hf_dflow import (
 )
 from hf_dflow.bench import pairs
 from hf_dflow.cli import app
-from hf_dflow.generation import pair
 from hf_dflow.training.templates import asked_mode
 
 REVISION = "a" * 40
@@ -29,31 +28,8 @@ REVISION = "a" * 40
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """What is warned of; each text counts once, as `warning_once` has it."""
-    said = []
-    monkeypatch.setattr(pair.logger, "warning_once", lambda text: said.append(text) if text not in said else None)
-    return said
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.mark.parametrize(
-    "fields, named",
-    [
-        ({"hidden_size": 24, "target_hidden_size": 24}, "hidden size 32"),
-        ({"target_layer_ids": [0, 9], "num_target_layers": None}, "layer 9"),
-        ({"target_layer_ids": [0], "num_target_layers": 3}, "3 layers"),
-        ({"vocab_size": 100, "mask_token_id": 99}, "mask_token_id 99"),
-    ],
-)
-def test_what_cannot_work_is_refused(fields, named, target):
-    """Bug: a size that fails deep in the loop, or reads rows that are not there."""
-    drafter = tiny_drafter(target, **fields)
-    with pytest.raises(PairMismatchError, match=named):
-        dflow_greedy(target, drafter, prompt_of(5), max_new_tokens=4)
+    """What is warned of; each text counts once."""
+    return internals.pair_warnings(monkeypatch)
 
 
 def named_target(name="org/target", commit=REVISION, **overrides):
@@ -127,7 +103,7 @@ def test_a_pair_that_fits_is_silent(warnings, tmp_path, monkeypatch):
 def test_padding_and_another_vocabulary_are_told_apart(drafter_size, target_size, is_padding):
     """Bug: "different tokenizers" for one vocabulary in two paddings, or silence about two vocabularies."""
     ours, target = LlamaConfig(vocab_size=drafter_size), LlamaConfig(vocab_size=target_size)
-    assert pair._may_be_padding(ours, target) is is_padding
+    assert internals.may_be_padding(ours, target) is is_padding
 
 
 ASKED = {"another mode": ("thinking", 1), "the same": ("non-thinking", 0), "not said": (None, 0)}
@@ -160,11 +136,9 @@ def test_a_mode_that_is_none(warnings):
 
 def test_generate_compares_the_tokenizer_it_is_given(warnings, monkeypatch):
     """Bug: `tokenizer=` is ignored, its vocabulary hashed at every call, or tokens added later not seen."""
-    hashed = []
-    compute = pair.tokenizer_fingerprint
-    monkeypatch.setattr(pair, "tokenizer_fingerprint", lambda one: hashed.append(1) or compute(one))
+    hashed = internals.watch_fingerprints(monkeypatch)
     target, tokenizer = named_target(), tiny_tokenizer()
-    drafter = tiny_drafter(target, tokenizer_fingerprint=compute(tokenizer), **RECORDED)
+    drafter = tiny_drafter(target, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer), **RECORDED)
     for _ in range(3):
         dflow_greedy(target, drafter, prompt_of(5), max_new_tokens=4, tokenizer=tokenizer)
     assert warnings == [] and len(hashed) == 1
@@ -239,12 +213,12 @@ def test_the_fingerprint_is_of_ids_and_tokens():
     assert json.dumps(tokenizer_fingerprint(tokenizer))
 
 
-@pytest.mark.parametrize("drafter_size, padded", [(56, 64), (64, 72)])
+@pytest.mark.parametrize("drafter_size, padded", [(56, 64), (64, 72), (72, 64)])
 def test_a_padded_vocabulary_decodes_to_the_same_text(drafter_size, padded, warnings):
     """F6: an error for 120 against 128 rows; a padded id proposed; a target's token that is never reached."""
     target, prompt = tiny_target(vocab_size=padded), prompt_of(9)
     target.get_output_embeddings().weight[:, 0] += 0.2
-    drafter = tiny_drafter(target, vocab_size=drafter_size, mask_token_id=drafter_size - 1)
+    drafter = tiny_drafter(target, vocab_size=drafter_size, mask_token_id=min(drafter_size, padded) - 1)
     out = dflow_greedy(target, drafter, prompt, max_new_tokens=24)
     text = plain_greedy(target, prompt, 24)
     assert torch.equal(out.sequences, text) and warnings == []

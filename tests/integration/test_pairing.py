@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from internals import capture_features
 from kit import (
     FAMILIES,
     HIDDEN_SIZE,
     MASK_TOKEN_ID,
     VOCAB_SIZE,
+    ContextRecorder,
     PatternDrafter,
     assert_not_vacuous,
     dflow_greedy,
@@ -19,24 +21,9 @@ from kit import (
 from torch import nn
 
 from hf_dflow import AcceptanceProcessor, DFlowDrafter
-from hf_dflow.generation._compat import capture_features
 
 ROUNDING = 1e-5  # relative; norms and softmax of transformers round to float32 whatever the model is in
 NEW_TOKENS = 24
-
-
-class ContextRecorder:
-    """Keeps what the loop hands to `project_context` as new context, in order."""
-
-    def __init__(self, drafter: DFlowDrafter):
-        self.rows = []
-        inner = drafter.project_context
-
-        def project_context(features):
-            self.rows.append(features)
-            return inner(features)
-
-        drafter.project_context = project_context
 
 
 class LowRank(nn.Module):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import untouched
+from internals import OPTION_NAMES, WRAPPED, resolve_options
 from kit import (
     HIDDEN_SIZE,
     OracleDrafter,
@@ -17,6 +18,7 @@ from kit import (
     plain_greedy,
     prompt_of,
     scripted,
+    shared_target,
     tiny_drafter,
     tiny_target,
 )
@@ -30,8 +32,6 @@ from hf_dflow import (
     DFlowGenerationConfig,
     UnsupportedGenerationError,
 )
-from hf_dflow.generation.configuration import OPTION_NAMES, resolve_options
-from hf_dflow.generation.strategy import WRAPPED
 
 NEW_TOKENS = 30
 
@@ -67,7 +67,7 @@ def test_other_generation_is_bit_equal_with_and_without_the_package():
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_native_dflash_is_bit_equal_with_and_without_the_seam(do_sample):
     """Catches a seam that claims `speculation_type="dflash"` as well."""
-    target, prompt = tiny_target("qwen3"), prompt_of(9)
+    target, prompt = shared_target("qwen3"), prompt_of(9)
     drafter = tiny_drafter(target, 4)
 
     def generate():
@@ -110,7 +110,7 @@ def test_install_is_idempotent_and_uninstall_restores_the_function_objects():
 
 def test_the_decoder_works_without_the_seam(uninstalled):
     """Catches a decoder that leans on the wrapped methods: `custom_generate` must not need them."""
-    target, prompt = tiny_target(), prompt_of(9)
+    target, prompt = shared_target(), prompt_of(9)
     drafter = scripted(OracleDrafter, target, prompt, NEW_TOKENS)
     text = target.generate(prompt, custom_generate=DFlowDecoder(drafter), do_sample=False, max_new_tokens=NEW_TOKENS)
     assert torch.equal(text, plain_greedy(target, prompt, NEW_TOKENS))
@@ -132,7 +132,7 @@ class Recorder:
 
 def test_custom_generate_equals_the_seam_with_streamer_and_options():
     """Catches a bound streamer or option that is lost, or that leaks into the next call."""
-    target, prompt = tiny_target(), prompt_of(9)
+    target, prompt = shared_target(), prompt_of(9)
     drafter = scripted(PatternDrafter, target, prompt, NEW_TOKENS, pattern=[5, 1, 0, 3])
     ours, seams = Recorder(), Recorder()
     kwargs = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
@@ -153,7 +153,7 @@ def test_custom_generate_equals_the_seam_with_streamer_and_options():
 
 def test_custom_generate_samples_as_the_seam_does():
     """Catches a second source of random numbers behind one of the doors."""
-    target, prompt = tiny_target(), prompt_of(9)
+    target, prompt = shared_target(), prompt_of(9)
     drafter = tiny_drafter(target)
     kwargs = {"do_sample": True, "temperature": 0.7, "max_new_tokens": NEW_TOKENS}
     set_seed(1)
@@ -166,10 +166,10 @@ def test_custom_generate_samples_as_the_seam_does():
 def test_unknown_options_are_listed():
     """Catches a misspelt option that is swallowed."""
     with pytest.raises(TypeError, match="verificatoin") as error:
-        DFlowDecoder(tiny_drafter(tiny_target()), verificatoin="token")
+        DFlowDecoder(tiny_drafter(shared_target()), verificatoin="token")
     assert all(name in str(error.value) for name in OPTION_NAMES)
     with pytest.raises(TypeError, match="by hand"):
-        DFlowDecoder(tiny_drafter(tiny_target()))(tiny_target(), prompt_of(4))
+        DFlowDecoder(tiny_drafter(shared_target()))(tiny_target(), prompt_of(4))
 
 
 # -- options
@@ -179,7 +179,7 @@ def test_unknown_options_are_listed():
 def test_precedence(name, values):
     """Catches a source of options that wins over a nearer one, and a False that is taken for "not given"."""
     keyword, configured, recorded = values
-    drafter = tiny_drafter(tiny_target())
+    drafter = tiny_drafter(shared_target())
     plain = GenerationConfig()
     package = {"num_draft_tokens": drafter.config.block_size - 1, "use_relay": True}
     assert getattr(resolve_options(drafter, plain), name) == package[name]
@@ -193,7 +193,7 @@ def test_precedence(name, values):
 @pytest.mark.parametrize(("name", "value"), [("tree_budget", 8), ("acceptance_threshold", 0.5)])
 def test_false_switches_off_what_the_drafter_switches_on(name, value):
     """Catches a lossy rule, or a tree, that a drafter's maker recorded and nobody can get rid of."""
-    drafter = tiny_drafter(tiny_target(), generation_defaults={name: value})
+    drafter = tiny_drafter(shared_target(), generation_defaults={name: value})
     assert getattr(resolve_options(drafter, DFlowGenerationConfig()), name) == value
     options = resolve_options(drafter, DFlowGenerationConfig(**{name: False}))
     assert getattr(options, name) is None and not options.all_processors
@@ -201,16 +201,9 @@ def test_false_switches_off_what_the_drafter_switches_on(name, value):
         resolve_options(drafter, DFlowGenerationConfig(**{name: True}))
 
 
-@pytest.mark.parametrize("costs", [{"draft": 0.1, "verify": 1.0}, {"draft": 0.1, "verify": None}, 3, {"draft": 0.1}])
-def test_costs_that_are_none_are_refused_in_words(costs):
-    """Catches Python's own words for a mistake of the caller's."""
-    with pytest.raises(UnsupportedGenerationError, match="step_costs"):
-        resolve_options(tiny_drafter(tiny_target()), DFlowGenerationConfig(step_costs=costs))
-
-
 def test_precedence_reaches_the_loop():
     """Catches options that are resolved and then not used."""
-    target, prompt = tiny_target(), prompt_of(9)
+    target, prompt = shared_target(), prompt_of(9)
     drafter = scripted(OracleDrafter, target, prompt, NEW_TOKENS, generation_defaults={"num_draft_tokens": 5})
     kwargs = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     config = DFlowGenerationConfig(num_draft_tokens=3, pad_token_id=0, **kwargs)
@@ -290,7 +283,7 @@ def test_pipeline(pad_token_id):
 
 def test_auto_classes_know_the_drafter(tmp_path):
     """Catches a missing registration: no trust_remote_code may be needed."""
-    drafter = tiny_drafter(tiny_target(), dtype=torch.float32)
+    drafter = tiny_drafter(shared_target(), dtype=torch.float32)
     drafter.save_pretrained(tmp_path)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), DFlowDrafterConfig)
     loaded = AutoModel.from_pretrained(tmp_path)

@@ -5,10 +5,9 @@ import inspect
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from internals import POSITION_INDEPENDENT, PURE, path_processor
+from transformers import LogitsProcessor
 from transformers.generation import logits_process as lp
-
-from hf_dflow.generation.processors import POSITION_INDEPENDENT, PURE, PathProcessor
 
 VOCAB_SIZE, PROMPT_LENGTH, NUM_DRAFTS, EOS = 40, 6, 5, 3
 PROMPT = torch.randint(0, VOCAB_SIZE, (1, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))
@@ -109,7 +108,7 @@ def test_a_path_equals_row_by_row(name, infinite):
     if infinite:
         logits[..., 7] = -torch.inf  # the mask token of a draft, or what an earlier processor removed
     before = logits.clone()
-    processors = PathProcessor(LogitsProcessorList([processor]))
+    processors = path_processor(processor)
     assert not processors.is_lazy
     expected = _by_hand(MAKERS[name](), path, logits)
     assert torch.equal(processors.target(path, logits), expected)
@@ -132,7 +131,7 @@ def test_a_subclass_is_unknown():
     class Remembering(lp.TopKLogitsWarper):
         pass
 
-    processors = PathProcessor(LogitsProcessorList([lp.TemperatureLogitsWarper(0.5), Remembering(3)]))
+    processors = path_processor(lp.TemperatureLogitsWarper(0.5), Remembering(3))
     assert processors.is_lazy and processors.unknown == ["Remembering"]
     _, logits = _rows()
     assert torch.equal(processors.drafts(logits), logits / 0.5)  # drafts are processed by what is known, and only that

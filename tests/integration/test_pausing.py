@@ -1,43 +1,23 @@
 """A drafter that is of no use, breaks, or has no positions left: plain decoding at a bounded price, and one warning."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from batches import LENGTHS, following, generate, new_tokens_of, said, target_of, text
+from internals import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, BackOff
 from kit import (
     HostileDrafter,
     OracleDrafter,
     PatternDrafter,
-    ScriptedDrafter,
-    cache_of,
+    TurnsGood,
     dflow_greedy,
+    our_warnings,
     plain_greedy,
     prompt_of,
     tiny_drafter,
     tiny_target,
 )
 
-from hf_dflow.generation import drafting
-from hf_dflow.generation.policy.base import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, BackOff
-
 LONG = 200
-
-
-def our_warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dflow")]
-
-
-class TurnsGood(ScriptedDrafter):
-    """Wrong up to a position, right from there on."""
-
-    def draft_hidden(self, block_embeds, position_ids, extend, mask_for):
-        self.is_good = int(position_ids[0, 0]) >= self.good_from
-        return super().draft_hidden(block_embeds, position_ids, extend, mask_for)
-
-    def scripted_logits(self, logits, right, *, slot, step):
-        return self._say(logits, right if self.is_good else self._wrong(right))
 
 
 def test_a_useless_drafter_is_asked_seldom(caplog):
@@ -85,24 +65,6 @@ def test_rows_back_off_by_themselves(caplog):
     bad, good, other = (row.per_step_accepted for row in output.statistics.per_row)
     assert set(good[:-1]) == {3} and bad == other == [0] * len(bad) and len(bad) < 45
     assert len(our_warnings(caplog)) == 1
-
-
-def test_policy_by_hand():
-    """Pauses that do not grow, grow for ever, or survive an accepted draft."""
-    policy, drafted = BackOff(), []
-    for step in range(600):
-        if policy.may_draft():
-            drafted.append(step)
-            policy.learn(5, 0)
-    trials = drafted[PATIENCE:]
-    assert drafted[:PATIENCE] == list(range(PATIENCE))
-    assert [b - a - 1 for a, b in zip([PATIENCE - 1, *trials], trials, strict=False)][:5] == [
-        FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE,
-    ]  # fmt: skip
-    policy = BackOff()
-    assert [policy.learn(5, 0) for _ in range(PATIENCE + 1)] == [False] * (PATIENCE - 1) + [True, False]
-    policy.learn(5, 1)
-    assert policy.in_vain == 0 and policy.next_pause == FIRST_PAUSE
 
 
 class OverflowsLate(OracleDrafter):
@@ -157,38 +119,19 @@ def test_rows_at_the_targets_last_position():
         assert output.sequences[row, 20:].tolist() == text_[0, length:].tolist()
 
 
-def test_prefill_computes_logits_for_the_last_token_only():
-    """H3: logits of a whole prompt, which are larger than everything else together."""
-    model, shapes = tiny_target(), []
-    model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
-    dflow_greedy(model, tiny_drafter(model, 4), prompt_of(30), max_new_tokens=8)
-    assert shapes[0] == 1 and max(shapes) <= 4
-
-
-def test_nothing_is_kept_after_the_call(monkeypatch):
-    """H3: features or draft caches that outlive the call, in a drafter that serves for weeks."""
-    sessions, init = [], drafting.DraftSession.__init__
-
-    def remembered(session, *args, **kwargs):
-        init(session, *args, **kwargs)
-        sessions.append(weakref.ref(session.cache))
-
-    monkeypatch.setattr(drafting.DraftSession, "__init__", remembered)
-    model = tiny_target()
-    output = dflow_greedy(model, tiny_drafter(model, 4), prompt_of(9), max_new_tokens=20)
-    gc.collect()
-    assert len(sessions) == 1 and sessions[0]() is None
-    assert cache_of(output) is not None
-
-
-def test_bytes_of_the_draft_cache():
-    """H3: features kept beside the keys and values made of them: a token costs two vectors a layer, no more."""
-    model = tiny_target()
-    drafter = tiny_drafter(model, 4)
-    cache = drafting.DraftCache(drafter, 2)
-    features = torch.randn(2, 100, drafter.fc.in_features, dtype=torch.float64)
-    cache.append_context(features, [0, 0], [100, 60])
-    held = sum(part.numel() for pair in cache._buffers for part in pair)
-    config = drafter.config
-    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    assert held <= 2 * 2 * 100 * a_token  # two rows, in buffers at most twice as long as what they hold
+def test_policy_by_hand():
+    """Pauses that do not grow, grow for ever, or survive an accepted draft."""
+    policy, drafted = BackOff(), []
+    for step in range(600):
+        if policy.may_draft():
+            drafted.append(step)
+            policy.learn(5, 0)
+    trials = drafted[PATIENCE:]
+    assert drafted[:PATIENCE] == list(range(PATIENCE))
+    assert [b - a - 1 for a, b in zip([PATIENCE - 1, *trials], trials, strict=False)][:5] == [
+        FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE,
+    ]  # fmt: skip
+    policy = BackOff()
+    assert [policy.learn(5, 0) for _ in range(PATIENCE + 1)] == [False] * (PATIENCE - 1) + [True, False]
+    policy.learn(5, 1)
+    assert policy.in_vain == 0 and policy.next_pause == FIRST_PAUSE
