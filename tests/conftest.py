@@ -17,11 +17,20 @@ TESTS = Path(__file__).parent
 torch.set_num_threads(1)
 
 
+# What also runs on the oldest supported transformers: seam, loop, caches, loading, training as decoding.
+OLDEST = ("test_seam", "test_loop", "test_caches", "test_loading*", "test_layout_parity", "test_*rounds*")
+
+
 def pytest_collection_modifyitems(items):
-    """Whatever lies in tests/real carries the marker `real`."""
+    """Set the markers `real`, by folder, and `oldest`, by file."""
+    missing = [pattern for pattern in OLDEST if not list(TESTS.rglob(f"{pattern}.py"))]
+    if missing:
+        raise pytest.UsageError(f"OLDEST in tests/conftest.py names no test file by {', '.join(missing)}")
     for item in items:
         if TESTS / "real" in item.path.parents:
             item.add_marker(pytest.mark.real)
+        if any(item.path.match(f"{pattern}.py") for pattern in OLDEST):
+            item.add_marker(pytest.mark.oldest)
 
 
 @pytest.fixture(scope="session")

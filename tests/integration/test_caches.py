@@ -29,7 +29,6 @@ from transformers import DynamicCache, StoppingCriteriaList
 
 from hf_dflow import UnsupportedGenerationError
 
-pytestmark = pytest.mark.oldest
 NEW_TOKENS = 24
 PATTERN = [3, 0, 7, 1, 5]
 LONG, HALF = prompt_of(13, seed=8), 6

@@ -22,7 +22,6 @@ from kit import (
 
 from hf_dflow import AcceptanceProcessor, DFlowDecoder
 
-pytestmark = pytest.mark.oldest
 NEW_TOKENS = 48
 PROMPT = prompt_of(12)
 PATTERNS = {2: [1, 0, 1, 1], 4: [2, 0, 3, 1], 8: [3, 0, 7, 1, 5], 16: [9, 0, 2, 15, 1]}

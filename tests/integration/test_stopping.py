@@ -97,7 +97,6 @@ def assert_cut_after(output, offset):
         assert_not_vacuous(statistics)
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("family", "offset"),
     [("llama", offset) for offset in OFFSETS]
