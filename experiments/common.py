@@ -3,10 +3,16 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from hf_dflow.errors import DFlowError
 
+BundledOption = Annotated[bool, typer.Option("--bundled", help="The bundled prompts; the default if none are named.")]
+RulesOption = Annotated[
+    list[str] | None, typer.Option("--verification", help="token or block, when sampling; both by default.")
+]
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 

@@ -17,24 +17,23 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from experiments.common import BundledOption, RulesOption
 from experiments.eval_drafter import show
 from hf_dflow.bench.answers import Answer, Plan, answer_all
 from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.bench.figures import as_record, is_identical
 from hf_dflow.bench.options import (
-    BundledOption,
     DrafterOption,
     HumanEvalOption,
     PromptFilesOption,
-    RulesOption,
     ShareGptOption,
     TargetOption,
     TemperaturesOption,
 )
 from hf_dflow.bench.pairs import Pair, load_pair
 from hf_dflow.bench.strategies import Contestant, modes_of
-from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.bench.workloads import chosen_prompts, tasks_in_turn
+from hf_dflow.checkpoints.names import check_name
 from hf_dflow.console import JsonOption, ThreadsOption, errors_in_words, use_threads, writable, write_json
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.configuration import SAMPLING_RULES
@@ -218,7 +217,8 @@ def main(
         raise DFlowError("trees are for greedy decoding; leave --temperature out")
     if plot is not None and what != "calibration":
         raise DFlowError(f"--plot goes with calibration; leave it out of {what}")
-    target, drafter, _ = given_or_tiny(False, target, drafter)  # checks names before anything is loaded
+    for name in filter(None, (target, drafter)):
+        check_name(name)
     use_threads(threads)
     pair = load_pair(target, drafter)
     longest = pair.drafter.config.drafts_per_block

@@ -10,18 +10,16 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from experiments.common import with_interval
+from experiments.common import BundledOption, RulesOption, with_interval
 from hf_dflow import DFlowDrafter
 from hf_dflow.bench.answers import Plan, answer_all
 from hf_dflow.bench.assistant import load_draft_model
 from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.bench.figures import as_record, is_identical
 from hf_dflow.bench.options import (
-    BundledOption,
     DrafterOption,
     HumanEvalOption,
     PromptFilesOption,
-    RulesOption,
     ShareGptOption,
     TargetOption,
     TemperaturesOption,

@@ -18,11 +18,10 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from experiments.common import with_interval
+from experiments.common import BundledOption, with_interval
 from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.bench.intervals import bootstrap_interval
 from hf_dflow.bench.options import (
-    BundledOption,
     DrafterOption,
     HumanEvalOption,
     PromptFilesOption,
@@ -31,8 +30,8 @@ from hf_dflow.bench.options import (
 )
 from hf_dflow.bench.pairs import Pair, load_pair
 from hf_dflow.bench.strategies import Contestant, Mode, decode
-from hf_dflow.bench.tiny import given_or_tiny
 from hf_dflow.bench.workloads import Prompt, chosen_prompts, tasks_in_turn
+from hf_dflow.checkpoints.names import check_name
 from hf_dflow.console import JsonOption, ThreadsOption, errors_in_words, use_threads, write_json
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.mixture import StaleMixture
@@ -131,7 +130,8 @@ def main(
     workload = tasks_in_turn(
         chosen_prompts(is_bundled=bundled, files=prompts or [], human_eval=human_eval, sharegpt=sharegpt)
     )
-    target, drafter, _ = given_or_tiny(False, target, drafter)
+    for name in filter(None, (target, drafter)):
+        check_name(name)
     use_threads(threads)
     pair, console = load_pair(target, drafter), Console()
     record = measure(pair, workload, max_new_tokens, console)

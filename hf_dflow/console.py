@@ -3,11 +3,13 @@
 Nothing here imports torch before it is needed: `--help` must not wait for it.
 """
 
+import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +33,32 @@ def errors_in_words() -> Iterator[None]:
     except (DFlowError, OSError, ValueError) as error:  # transformers raises the last two for what it cannot load
         typer.echo(f"hf-dflow: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+def takes_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take dataclasses: each of their fields becomes an option of its own.
+
+    Typer reads options off a function's signature, where a group of options that several commands share would be
+    spelled out each time.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        name: p.annotation for name, p in signature.parameters.items() if is_dataclass(p.annotation)
+    }
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        group = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [parameter]
+        parameters += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in group]
+
+    @wraps(command)
+    def with_groups(**options: Any) -> None:
+        for name, group in groups.items():
+            options[name] = group(**{field.name: options.pop(field.name) for field in fields(group)})
+        command(**options)
+
+    with_groups.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_groups.__annotations__ = {option.name: option.annotation for option in parameters}
+    return with_groups
 
 
 def use_threads(threads: int | None) -> None:

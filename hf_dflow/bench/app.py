@@ -6,29 +6,14 @@ from typing import Annotated, Any
 import typer
 
 # What needs torch is imported inside the commands: --help must not wait for it.
-from hf_dflow.bench.options import (
-    DatasetOption,
-    DeviceOption,
-    DrafterOption,
-    DtypeOption,
-    HumanEvalOption,
-    JsonLinesOption,
-    PerTaskOption,
-    PromptFilesOption,
-    TargetOption,
-    TaskOption,
-    TemperaturesOption,
-    ThinkingOption,
-    TinyOption,
-)
-from hf_dflow.bench.tiny import given_or_tiny
+from hf_dflow.bench.endpoint import OK, EndpointSettings
+from hf_dflow.bench.options import PairOptions, PromptOptions, TemperaturesOption
 from hf_dflow.console import (
     JsonOption,
-    ThreadsOption,
     errors_in_words,
     report_console,
     show,
-    use_threads,
+    takes_option_groups,
     writable,
     writable_folder,
     write_json,
@@ -40,31 +25,21 @@ app = typer.Typer(help="Measure before you switch it on.", no_args_is_help=True)
 
 @app.command()
 @errors_in_words()
+@takes_option_groups
 def run(
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    tiny: TinyOption = False,
+    pair_options: PairOptions,
+    prompt_options: PromptOptions,
     strategy: Annotated[
         list[str] | None,
         typer.Option(help="assisted, prompt_lookup, transformers_dflash, dflash, dflow; repeatable; plain always."),
     ] = None,
     assistant: Annotated[Path | None, typer.Option(help="Folder of the classic draft model of 'assisted'.")] = None,
-    task: TaskOption = None,
-    prompts: PromptFilesOption = None,
-    jsonl: JsonLinesOption = None,
-    dataset: DatasetOption = None,
-    human_eval: HumanEvalOption = 0,
-    per_task: PerTaskOption = None,
     temperature: TemperaturesOption = None,
     verification: Annotated[list[str] | None, typer.Option(help="token (default) or block; repeatable.")] = None,
     output_tokens: Annotated[int, typer.Option(min=2)] = 48,
     concurrency: Annotated[int, typer.Option(min=1, help="Prompts decoded together, as one batch.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts, for times.")] = 1,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no prompt after so long.")] = None,
-    thinking: ThinkingOption = None,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
-    threads: ThreadsOption = None,
     json_path: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(callback=writable, help="PNG of tokens per step by task.")] = None,
 ) -> None:
@@ -72,23 +47,10 @@ def run(
     from hf_dflow.bench import comparison
     from hf_dflow.bench.assistant import load_draft_model
     from hf_dflow.bench.figures import is_identical
-    from hf_dflow.bench.pairs import dtype_named, load_pair
     from hf_dflow.bench.strategies import modes_of
-    from hf_dflow.bench.workloads import chosen_workload
 
-    torch_dtype = dtype_named(dtype)
-    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    workload = chosen_workload(
-        files=prompts,
-        jsonl=jsonl,
-        dataset=dataset,
-        human_eval=human_eval,
-        tasks=task,
-        per_task=per_task,
-        otherwise=own_prompts,
-    )
-    use_threads(threads)
-    pair = load_pair(target, drafter, torch_dtype, device, thinking)
+    workload = prompt_options.workload(pair_options.own_prompts)
+    pair = pair_options.load()
     draft_model = load_draft_model(assistant, pair.target) if assistant else None
     unavailable = {"assisted": draft_model is None, "dflow": pair.drafter.relay is None}
     strategies = strategy or [name for name in comparison.STRATEGIES if not unavailable.get(name)]
@@ -111,48 +73,18 @@ def run(
     write_json(json_path, record)
     if plot is not None:
         comparison.plot(record, plot)
-    raise typer.Exit(1 if dtype in ("float32", "float64") and not is_identical(record) else 0)
+    is_exact = pair_options.dtype in ("float32", "float64")  # in others a near tie may flip
+    raise typer.Exit(1 if is_exact and not is_identical(record) else 0)
 
 
 @app.command()
 @errors_in_words()
-def endpoint(
-    endpoint: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server, up to and with /v1.")],
-    model: Annotated[str, typer.Option(help="As the server calls it.")],
-    server: Annotated[str | None, typer.Option(help="What serves, and with which drafter: for the record.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at any time.")] = 1,
-    task: TaskOption = None,
-    prompts: PromptFilesOption = None,
-    jsonl: JsonLinesOption = None,
-    dataset: DatasetOption = None,
-    human_eval: HumanEvalOption = 0,
-    per_task: PerTaskOption = None,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    output_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    retries: Annotated[int, typer.Option(min=0, help="Of a request that was refused for now.")] = 2,
-    stall_seconds: Annotated[float, typer.Option(help="Longest silence within an answer.")] = 30.0,
-    request_seconds: Annotated[float, typer.Option(help="Longest answer.")] = 300.0,
-    json_path: JsonOption = None,
-) -> None:
+@takes_option_groups
+def endpoint(settings: EndpointSettings, prompt_options: PromptOptions, json_path: JsonOption = None) -> None:
     """Put a load on an endpoint, key from OPENAI_API_KEY; exit code 1 if a request got no whole answer."""
     from hf_dflow.bench import endpoint_record
-    from hf_dflow.bench.endpoint import OK, EndpointSettings
-    from hf_dflow.bench.workloads import chosen_workload
 
-    workload = chosen_workload(
-        files=prompts, jsonl=jsonl, dataset=dataset, human_eval=human_eval, tasks=task, per_task=per_task
-    )
-    settings = EndpointSettings(
-        url=endpoint,
-        model=model,
-        server=server,
-        concurrency=concurrency,
-        output_tokens=output_tokens,
-        temperature=temperature,
-        retries=retries,
-        stall_seconds=stall_seconds,
-        request_seconds=request_seconds,
-    )
+    workload = prompt_options.workload()
     record = endpoint_record.measure(settings, workload.prompts)
     record["conditions"]["workload"] = workload.source
     show(endpoint_record.present(record), report_console())
@@ -162,7 +94,10 @@ def endpoint(
 
 @app.command()
 @errors_in_words()
+@takes_option_groups
 def sweep(
+    pair_options: PairOptions,
+    prompt_options: PromptOptions,
     output: Annotated[
         Path,
         typer.Option(
@@ -171,30 +106,15 @@ def sweep(
             callback=writable_folder,
         ),
     ] = Path("sweep"),
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    tiny: TinyOption = False,
     block_size: Annotated[str, typer.Option(help="Comma-separated.")] = "2,4,8",
     verification: Annotated[str, typer.Option(help="Comma-separated, for temperatures above 0.")] = "token,block",
     temperature: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
     output_tokens: Annotated[str, typer.Option(help="Comma-separated.")] = "64",
     concurrency: Annotated[str, typer.Option(help="Prompts decoded together; comma-separated.")] = "1",
-    task: TaskOption = None,
-    prompts: PromptFilesOption = None,
-    jsonl: JsonLinesOption = None,
-    dataset: DatasetOption = None,
-    human_eval: HumanEvalOption = 0,
-    per_task: PerTaskOption = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts.")] = 1,
-    thinking: ThinkingOption = None,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
-    threads: ThreadsOption = None,
 ) -> None:
     """Find the fastest block size and verification rule for each task and condition, and write them as defaults."""
     from hf_dflow.bench import sweep as bench
-    from hf_dflow.bench.pairs import dtype_named, load_pair
-    from hf_dflow.bench.workloads import chosen_workload
 
     axes: dict[str, list[Any]] = {
         "block_sizes": _numbers(block_size, int),
@@ -203,20 +123,8 @@ def sweep(
         "output_tokens": _numbers(output_tokens, int),
         "concurrencies": _numbers(concurrency, int),
     }
-    torch_dtype = dtype_named(dtype)
-    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    workload = chosen_workload(
-        files=prompts,
-        jsonl=jsonl,
-        dataset=dataset,
-        human_eval=human_eval,
-        tasks=task,
-        per_task=per_task,
-        otherwise=own_prompts,
-    )
-    use_threads(threads)
-    console = report_console()
-    pair = load_pair(target, drafter, torch_dtype, device, thinking)
+    workload = prompt_options.workload(pair_options.own_prompts)
+    console, pair = report_console(), pair_options.load()
     record = bench.sweep(pair, workload.prompts, **axes, workload=workload.source, repeats=repeats, console=console)
     show(bench.present(record), console)
     written = bench.write(record, output)
@@ -225,6 +133,13 @@ def sweep(
         typer.echo(f"  {path}")
     if not written:
         typer.echo("  none: plain decoding is faster everywhere")
+
+
+def _numbers(text: str, kind: Any) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise DFlowError(f"{text}: give numbers with commas between them") from error
 
 
 @app.command()
@@ -273,10 +188,3 @@ def report(
     for item in items:
         typer.echo(f"[{'x' if item.is_done else ' '}] {item.text}: {item.evidence}")
     raise typer.Exit(0 if allow_open or all(item.is_done for item in items) else 1)
-
-
-def _numbers(text: str, kind: Any) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise DFlowError(f"{text}: give numbers with commas between them") from error

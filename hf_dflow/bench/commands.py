@@ -1,4 +1,4 @@
-"""`hf-dflow demo`, `check`, `probe`, `calibrate`, `plan` and `cost`: the options, and what is done with them."""
+"""`hf-dflow demo`, `check`, `probe`, `calibrate`, `plan` and `cost`: their options, and what is done with them."""
 
 import json
 from pathlib import Path
@@ -8,71 +8,55 @@ import typer
 from rich.console import Console
 
 # What needs torch is imported inside the commands: --help must not wait for it.
+from hf_dflow.bench.cost import Hosted, SelfHosted
 from hf_dflow.bench.options import (
-    DrafterOption,
     HumanEvalOption,
+    PairOptions,
     PromptFileOption,
     PromptFilesOption,
     ShareGptOption,
     TargetOption,
-    ThinkingOption,
-    TinyOption,
 )
-from hf_dflow.bench.tiny import given_or_tiny
-from hf_dflow.console import JsonOption, ThreadsOption, report_console, show, use_threads, writable, write_json
+from hf_dflow.console import JsonOption, ThreadsOption, report_console, show, takes_option_groups, writable, write_json
 from hf_dflow.errors import DFlowError
 
 
+@takes_option_groups
 def demo(
+    pair_options: PairOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    drafter: DrafterOption = None,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help='JSON file of {"task": ["prompt", …]}; three own ones by default.')
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 96,
-    tiny: TinyOption = False,
-    threads: ThreadsOption = None,
+    prompts: PromptFileOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
 ) -> None:
     """Decode with SmolLM2-135M plainly, DFlash-style and with DFlow; exit code 1 if any text differs."""
     from hf_dflow.bench import demo as bench
-    from hf_dflow.bench.pairs import load_pair
     from hf_dflow.bench.workloads import DEMO, read_prompts
 
-    use_threads(threads)
-    target, own_drafter, own_prompts = given_or_tiny(tiny, None, drafter)
-    workload = read_prompts(prompts or own_prompts or DEMO)
-    pair = load_pair(target, own_drafter)
-    comparisons = bench.compare(pair, workload, max_new_tokens)
-    record = bench.as_record(comparisons, **pair.describe(), max_new_tokens=max_new_tokens)
+    workload = read_prompts(prompts or pair_options.own_prompts or DEMO)
+    pair = pair_options.load()
+    answers = bench.compare(pair, workload, max_new_tokens)
+    record = bench.as_record(answers, **pair.describe(), max_new_tokens=max_new_tokens)
     if as_json:
         typer.echo(json.dumps(record, indent=2))
     else:
-        bench.show(comparisons, Console())
+        bench.show(pair, answers, Console())
     if not all(row["text_identical"] for row in record["rows"]):
         raise typer.Exit(1)
 
 
+@takes_option_groups
 def check(
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
+    pair_options: PairOptions,
     prompts: PromptFileOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    tiny: TinyOption = False,
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
-    thinking: ThinkingOption = None,
-    threads: ThreadsOption = None,
 ) -> None:
     """Compare greedy text with and without a drafter; exit code 1 on a difference that is no rounding."""
     from hf_dflow.bench.lossless import FAULT, compare_with_plain
-    from hf_dflow.bench.pairs import dtype_named, load_pair
     from hf_dflow.bench.workloads import DEMO, read_prompts
     from hf_dflow.generation.pair import check_pair
 
-    use_threads(threads)
-    torch_dtype = dtype_named(dtype)
-    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    workload = read_prompts(prompts or own_prompts or DEMO)
-    pair = load_pair(target, drafter, torch_dtype, thinking=thinking)
+    workload = read_prompts(prompts or pair_options.own_prompts or DEMO)
+    pair = pair_options.load()
     check_pair(pair.target, pair.drafter, pair.tokenizer, pair.chat_mode)
     reports = []
     for prompt in workload:
@@ -85,24 +69,19 @@ def check(
         raise typer.Exit(1)
 
 
+@takes_option_groups
 def probe(
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
+    pair_options: PairOptions,
     prompts: PromptFileOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
-    tiny: TinyOption = False,
     json_path: JsonOption = None,
-    threads: ThreadsOption = None,
 ) -> None:
     """Say how much the reuse of rejected rows could win at most, for any DFlash or DFlow drafter, by task."""
     from hf_dflow.bench import probe as bench
-    from hf_dflow.bench.pairs import load_pair
     from hf_dflow.bench.workloads import HELD_OUT, read_prompts
 
-    use_threads(threads)
-    target, drafter, own_prompts = given_or_tiny(tiny, target, drafter)
-    workload = read_prompts(prompts or own_prompts or HELD_OUT)
-    record = bench.probe_prompts(load_pair(target, drafter), workload, max_new_tokens)
+    workload = read_prompts(prompts or pair_options.own_prompts or HELD_OUT)
+    record = bench.probe_prompts(pair_options.load(), workload, max_new_tokens)
     show(bench.present(record), report_console())
     write_json(json_path, record)
 
@@ -127,7 +106,6 @@ def calibrate(
 
     from hf_dflow.bench import calibrate as bench
     from hf_dflow.bench.conditions import run_conditions
-    from hf_dflow.bench.pairs import load_pair
     from hf_dflow.bench.workloads import FITTING, chosen_prompts, read_prompts, tasks_in_turn
 
     bench.own_config(drafter)
@@ -143,8 +121,7 @@ def calibrate(
             raise DFlowError(f"--skip {skip} leaves none of {len(chosen)} prompts; skip fewer, or give more")
     if bundled or not others:
         workload += [prompt for prompt in tasks_in_turn(read_prompts(FITTING)) if prompt not in workload]
-    use_threads(threads)
-    pair = load_pair(target, drafter)
+    pair = PairOptions(target, str(drafter), threads=threads).load()
     result = bench.fit(pair, workload, max_new_tokens, Console())
     typer.echo(json.dumps(result, indent=1))
     if json_path is not None:
@@ -190,38 +167,16 @@ def plan(
     write_json(json_path, record)
 
 
+@takes_option_groups
 def cost(
-    gpu_price_per_hour: Annotated[float, typer.Option(help="Of your server's GPUs together.")],
-    plain_tps: Annotated[float, typer.Option(help="Measured output tokens a second of your server, no drafter.")],
-    drafting_tps: Annotated[float, typer.Option(help="The same with the drafter.")],
-    utilisation: Annotated[float, typer.Option(help="Share of the paid hours that serve, above 0 to 1.")],
-    hosted_per_million: Annotated[float | None, typer.Option(help="Hosted price of a million output tokens.")] = None,
-    hosted_per_second: Annotated[float | None, typer.Option(help="Or hosted price of a second.")] = None,
-    hosted_plain_tps: Annotated[float | None, typer.Option(help="Measured there, no drafter.")] = None,
-    hosted_drafting_tps: Annotated[float | None, typer.Option(help="Measured there, with a drafter.")] = None,
-    overhead_per_month: Annotated[float, typer.Option(help="Operations of your own server.")] = 0.0,
+    own: SelfHosted,
+    hosted: Hosted,
     monthly_tokens: Annotated[float | None, typer.Option(help="Compare the bills of a month with so many.")] = None,
-    batching_factor: Annotated[float | None, typer.Option(help="Measured gain of continuous batching.")] = None,
-    caching_factor: Annotated[float | None, typer.Option(help="Measured gain of prefix caching.")] = None,
-    routed_share: Annotated[float, typer.Option(help="Measured share of tokens that a smaller model writes.")] = 0.0,
-    routed_tps: Annotated[float | None, typer.Option(help="Measured output tokens a second of that model.")] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Compare a hosted bill with your own server, with and without drafting; every number is yours or measured."""
-    from hf_dflow.bench import cost as bench
+    from hf_dflow.bench.cost import compare, present
 
-    factors = {"continuous batching": batching_factor, "prefix caching": caching_factor}
-    own = bench.SelfHosted(
-        gpu_price_per_hour=gpu_price_per_hour,
-        plain_tps=plain_tps,
-        drafting_tps=drafting_tps,
-        utilisation=utilisation,
-        overhead_per_month=overhead_per_month,
-        factors={name: factor for name, factor in factors.items() if factor is not None},
-        routed_share=routed_share,
-        routed_tps=routed_tps,
-    )
-    hosted = bench.Hosted(hosted_per_million, hosted_per_second, hosted_plain_tps, hosted_drafting_tps)
-    record = bench.compare(hosted, own, monthly_tokens)
-    show(bench.present(record), report_console())
-    write_json(json_path, {**record, "inputs": {"hosted": vars(hosted), "own": vars(own)}})
+    record = compare(hosted, own, monthly_tokens)
+    show(present(record), report_console())
+    write_json(json_path, record)

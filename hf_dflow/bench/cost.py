@@ -4,75 +4,67 @@ A gain in speed lowers the cost of a token only where the bill counts seconds; b
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
 
 from hf_dflow.console import Presentation, Remark, ResultTable
 from hf_dflow.errors import DFlowError
 
 HOURS_A_MONTH = 365.25 * 24 / 12
 MILLION = 1e6
+SIDES = {"plain": False, "drafting": True}
 
 
-def _check_number(
-    name: str, value: float | None, low: float = 0.0, high: float = math.inf, *, open_low: bool = True
-) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    if not is_number or value > high or (value <= low if open_low else value < low):
-        bounds = f"above {low:g}" if open_low else f"from {low:g}"
-        raise DFlowError(f"{name}={value}; give a number {bounds}" + ("" if high == math.inf else f" to {high:g}"))
+def _check(owner: Any, *, above: tuple[str, ...] = (), may_be_zero: tuple[str, ...] = ()) -> None:
+    """Refuse fields that are no finite numbers above 0 (or from 0); `None` passes."""
+    for name in (*above, *may_be_zero):
+        value, bounds = getattr(owner, name), "from 0" if name in may_be_zero else "above 0"
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if value is not None and (not is_number or value < 0 or (value == 0 and name in above)):
+            raise DFlowError(f"{name}={value}; give a number {bounds}")
 
 
 @dataclass(frozen=True)
 class SelfHosted:
-    """Your own GPU server.
-
-    Args:
-        gpu_price_per_hour (`float`): Of all its GPUs together, in any currency.
-        plain_tps, drafting_tps (`float`): Measured output tokens a second, of all requests together, without and with a
-            drafter.
-        utilisation (`float`): Share of the paid hours that serve, above 0 to 1.
-        overhead_per_month (`float`, *optional*, defaults to 0): Operations: people, storage, monitoring.
-        factors (`dict[str, float]`, *optional*): Measured gains of throughput that the `*_tps` do not include.
-        routed_share (`float`, *optional*, defaults to 0): Measured share of output tokens that a smaller model serves.
-        routed_tps (`float`, *optional*): That model's measured output tokens a second on the same server.
+    """Your own GPU server; rates are measured output tokens a second of all requests together.
 
     Raises:
         DFlowError: A value that is no price, rate or share.
     """
 
-    gpu_price_per_hour: float
-    plain_tps: float
-    drafting_tps: float
-    utilisation: float
-    overhead_per_month: float = 0.0
-    factors: Mapping[str, float] = field(default_factory=dict)
-    routed_share: float = 0.0
-    routed_tps: float | None = None
+    gpu_price_per_hour: Annotated[float, typer.Option(help="Of your server's GPUs together.")]
+    plain_tps: Annotated[float, typer.Option(help="Measured output tokens a second of your server, no drafter.")]
+    drafting_tps: Annotated[float, typer.Option(help="The same with the drafter.")]
+    utilisation: Annotated[float, typer.Option(help="Share of the paid hours that serve, above 0 to 1.")]
+    overhead_per_month: Annotated[float, typer.Option(help="Operations of your own server.")] = 0.0
+    batching_factor: Annotated[float | None, typer.Option(help="Measured gain of continuous batching.")] = None
+    caching_factor: Annotated[float | None, typer.Option(help="Measured gain of prefix caching.")] = None
+    routed_share: Annotated[float, typer.Option(help="Measured share of tokens that a smaller model writes.")] = 0.0
+    routed_tps: Annotated[float | None, typer.Option(help="Measured output tokens a second of that model.")] = None
 
     def __post_init__(self):
-        _check_number("gpu_price_per_hour", self.gpu_price_per_hour)
-        _check_number("plain_tps", self.plain_tps)
-        _check_number("drafting_tps", self.drafting_tps)
-        _check_number("utilisation", self.utilisation, high=1.0)
-        _check_number("overhead_per_month", self.overhead_per_month, open_low=False)
-        _check_number("routed_share", self.routed_share, high=1.0, open_low=False)
-        _check_number("routed_tps", self.routed_tps)
-        for name, factor in self.factors.items():
-            _check_number(name, factor)
+        rates = ("gpu_price_per_hour", "plain_tps", "drafting_tps", "utilisation", "routed_tps")
+        _check(self, above=(*rates, "batching_factor", "caching_factor"))
+        _check(self, may_be_zero=("overhead_per_month", "routed_share"))
+        for name in ("utilisation", "routed_share"):
+            if getattr(self, name) > 1:
+                raise DFlowError(f"{name}={getattr(self, name)}; give a share, at most 1")
         if self.routed_share and self.routed_tps is None:
             raise DFlowError(f"routed_share={self.routed_share} without routed_tps; give that model's throughput")
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Measured gains of throughput that the `*_tps` do not include."""
+        named = {"continuous batching": self.batching_factor, "prefix caching": self.caching_factor}
+        return {name: factor for name, factor in named.items() if factor is not None}
 
     def throughput(self, *, drafting: bool) -> float:
         """Output tokens a second while serving, with all factors; routing averages seconds per token, not rates."""
         large = (self.drafting_tps if drafting else self.plain_tps) * math.prod(self.factors.values())
-        seconds = (1 - self.routed_share) / large
-        if self.routed_share and self.routed_tps:
-            seconds += self.routed_share / self.routed_tps
-        return 1 / seconds
+        routed = self.routed_share / self.routed_tps if self.routed_share and self.routed_tps else 0.0
+        return 1 / ((1 - self.routed_share) / large + routed)
 
     def price_per_million(self, *, drafting: bool) -> float:
         """Price of a million output tokens, operations not included."""
@@ -91,40 +83,34 @@ class SelfHosted:
 
 @dataclass(frozen=True)
 class Hosted:
-    """A provider's bill, per token or per second.
-
-    Args:
-        price_per_million (`float`, *optional*): Of output tokens.
-        price_per_second (`float`, *optional*): Of a dedicated deployment.
-        plain_tps, drafting_tps (`float`, *optional*): Measured output tokens a second there; needed per second.
+    """A provider's bill, per million output tokens or per second of a dedicated deployment.
 
     Raises:
-        DFlowError: No price, two of them, or seconds without what they yield.
+        DFlowError: No price, two of them, or seconds without the throughput that they buy.
     """
 
-    price_per_million: float | None = None
-    price_per_second: float | None = None
-    plain_tps: float | None = None
-    drafting_tps: float | None = None
+    hosted_per_million: Annotated[float | None, typer.Option(help="Hosted price of a million output tokens.")] = None
+    hosted_per_second: Annotated[float | None, typer.Option(help="Or hosted price of a second.")] = None
+    hosted_plain_tps: Annotated[float | None, typer.Option(help="Measured there, no drafter.")] = None
+    hosted_drafting_tps: Annotated[float | None, typer.Option(help="Measured there, with a drafter.")] = None
 
     def __post_init__(self):
-        for name in ("price_per_million", "price_per_second", "plain_tps", "drafting_tps"):
-            _check_number(name, getattr(self, name))
-        if (self.price_per_million is None) == (self.price_per_second is None):
+        _check(self, above=("hosted_per_million", "hosted_per_second", "hosted_plain_tps", "hosted_drafting_tps"))
+        if (self.hosted_per_million is None) == (self.hosted_per_second is None):
             raise DFlowError("give the hosted price either per million output tokens or per second")
-        if self.price_per_second is not None and self.plain_tps is None:
-            raise DFlowError("a hosted price per second needs the measured output tokens a second there: plain_tps")
+        if self.hosted_per_second is not None and self.hosted_plain_tps is None:
+            raise DFlowError("a hosted price per second needs the measured output tokens a second: hosted_plain_tps")
 
     @property
     def unit(self) -> str:
-        return "token" if self.price_per_second is None else "second"
+        return "token" if self.hosted_per_second is None else "second"
 
-    def effective_price_per_million(self, *, drafting: bool) -> float | None:
+    def price_per_million(self, *, drafting: bool) -> float | None:
         """Price of a million output tokens; `None` where the throughput was not measured."""
-        if self.price_per_second is None:
-            return self.price_per_million
-        tps = self.drafting_tps if drafting else self.plain_tps
-        return None if tps is None else self.price_per_second / tps * MILLION
+        if self.hosted_per_second is None:
+            return self.hosted_per_million
+        tps = self.hosted_drafting_tps if drafting else self.hosted_plain_tps
+        return None if tps is None else self.hosted_per_second / tps * MILLION
 
 
 @dataclass(frozen=True)
@@ -155,15 +141,16 @@ def break_even(hosted_million: float, own: SelfHosted, *, drafting: bool) -> Bre
 
 
 def compare(hosted: Hosted, own: SelfHosted, monthly_tokens: float | None = None) -> dict[str, Any]:
-    """All figures of the comparison; see [`present`].
+    """The comparison for JSON: both sides without and with a drafter.
 
     Args:
         monthly_tokens (`float`, *optional*): The volume at which a month's bills are compared.
     """
-    _check_number("monthly_tokens", monthly_tokens)
+    if monthly_tokens is not None and not 0 < monthly_tokens < math.inf:
+        raise DFlowError(f"monthly_tokens={monthly_tokens}; give a number above 0")
     record: dict[str, Any] = {"billing_unit": hosted.unit, "speed_up_own": own.drafting_tps / own.plain_tps}
-    for name, drafting in (("plain", False), ("drafting", True)):
-        million = hosted.effective_price_per_million(drafting=drafting)
+    for name, drafting in SIDES.items():
+        million = hosted.price_per_million(drafting=drafting)
         meets_at = None if million is None else break_even(million, own, drafting=drafting)
         record[name] = {
             "hosted_per_million": million,
@@ -179,36 +166,37 @@ def compare(hosted: Hosted, own: SelfHosted, monthly_tokens: float | None = None
                 "hosted": None if million is None else million * monthly_tokens / MILLION,
                 "own": own.cost_of_month(monthly_tokens, drafting=drafting),
             }
-    record["who_keeps_the_gain"] = who_keeps_the_gain(hosted, own)
+    plain, drafted = (own.price_per_million(drafting=drafting) for drafting in SIDES.values())
+    record["who_keeps_the_gain"] = {
+        "hosted": _who_keeps_the_hosted_gain(hosted),
+        "self-hosted": f"paid per hour: you keep it, a token costs {drafted / plain - 1:+.1%}",
+    }
+    record["inputs"] = {"hosted": asdict(hosted), "own": {**asdict(own), "factors": own.factors}}
     return record
 
 
-def who_keeps_the_gain(hosted: Hosted, own: SelfHosted) -> dict[str, str]:
-    """What drafting does to the hosted bill and to one's own, as sentences."""
-    plain, drafting = own.price_per_million(drafting=False), own.price_per_million(drafting=True)
+def _who_keeps_the_hosted_gain(hosted: Hosted) -> str:
     if hosted.unit == "token":
-        theirs = "billed per token: the price of a token stays, so the provider keeps what drafting saves"
-    elif hosted.drafting_tps is None:
-        theirs = "billed per second: you would keep the gain; measure tokens a second with a drafter there"
-    else:
-        change = hosted.plain_tps / hosted.drafting_tps - 1 if hosted.plain_tps else 0.0
-        theirs = f"billed per second: you keep it, a token costs {change:+.1%}"
-    return {"hosted": theirs, "self-hosted": f"paid per hour: you keep it, a token costs {drafting / plain - 1:+.1%}"}
+        return "billed per token: the price of a token stays, so the provider keeps what drafting saves"
+    if hosted.hosted_drafting_tps is None or hosted.hosted_plain_tps is None:
+        return "billed per second: you would keep the gain; measure tokens a second with a drafter there"
+    change = hosted.hosted_plain_tps / hosted.hosted_drafting_tps - 1
+    return f"billed per second: you keep it, a token costs {change:+.1%}"
 
 
 def present(record: dict[str, Any]) -> Presentation:
     """The comparison as a table, without a drafter and with one."""
-    sides = [record["plain"], record["drafting"]]
-    lines = [
-        ("hosted, a million output tokens", "hosted_per_million", "{:,.4f}"),
-        ("self-hosted, a million output tokens (no operations)", "own_per_million", "{:,.4f}"),
-        ("self-hosted, output tokens a second", "own_tokens_a_second", "{:,.1f}"),
-        ("self-hosted, tokens a month and server", "own_tokens_a_month_and_server", "{:,.0f}"),
-        ("break-even, output tokens a month", "break_even_tokens_a_month", "{:,.0f}"),
-        ("… and for good, whatever servers it takes", "break_even_for_good", "{:,.0f}"),
-    ]
+    sides = [record[name] for name in SIDES]
+    lines = {
+        "hosted_per_million": ("hosted, a million output tokens", "{:,.4f}"),
+        "own_per_million": ("self-hosted, a million output tokens (no operations)", "{:,.4f}"),
+        "own_tokens_a_second": ("self-hosted, output tokens a second", "{:,.1f}"),
+        "own_tokens_a_month_and_server": ("self-hosted, tokens a month and server", "{:,.0f}"),
+        "break_even_tokens_a_month": ("break-even, output tokens a month", "{:,.0f}"),
+        "break_even_for_good": ("… and for good, whatever servers it takes", "{:,.0f}"),
+    }
     rows = []
-    for title, key, form in lines:
+    for key, (title, form) in lines.items():
         cells = []
         for side in sides:
             is_never = key.startswith("break_even") and side["hosted_per_million"] is not None
@@ -220,9 +208,6 @@ def present(record: dict[str, Any]) -> Presentation:
             costs = [side["month"][payer] for side in sides]
             title = f"a month of {record['plain']['month']['tokens']:,.0f} tokens, {payer}"
             rows.append([title, *("not measured" if cost is None else f"{cost:,.2f}" for cost in costs)])
-    title = "all prices in the currency that was given"
-    return Presentation(
-        "Cost",
-        [ResultTable(title, ("",), ("without drafter", "with drafter"), rows)],
-        [Remark(f"{payer}: {sentence}") for payer, sentence in record["who_keeps_the_gain"].items()],
-    )
+    table = ResultTable("all prices in the currency that was given", ("",), ("without drafter", "with drafter"), rows)
+    remarks = [Remark(f"{payer}: {sentence}") for payer, sentence in record["who_keeps_the_gain"].items()]
+    return Presentation("Cost", [table], remarks)

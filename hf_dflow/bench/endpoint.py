@@ -14,8 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
+
+import typer
 
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.errors import DFlowError
@@ -37,33 +39,22 @@ OK, STALLED, CUT, MALFORMED, REFUSED, UNREACHABLE, EMPTY = (
 class EndpointSettings:
     """How a load is put on an endpoint.
 
-    Args:
-        url (`str`): Up to and with `/v1`.
-        model (`str`): As the server calls it.
-        server (`str`, *optional*): What serves, in words for the record; a client cannot see it.
-        concurrency (`int`): Requests under way at any time.
-        output_tokens (`int`): At which an answer is cut.
-        temperature (`float`).
-        retries (`int`): More tries of a request that was refused for now (429, 5xx) or did not reach the server. An
-            answer that broke off is not asked for again: its failure is a result.
-        connect_seconds, stall_seconds, request_seconds (`float`): Longest wait for a connection, between two pieces of
-            an answer, and for a whole try.
-
     Raises:
-        DFlowError: A number that makes no load.
+        DFlowError: An address or a number that makes no load.
     """
 
-    url: str
-    model: str
-    server: str | None = None
-    concurrency: int = 1
-    output_tokens: int = 64
-    temperature: float = 0.0
-    retries: int = 2
-    connect_seconds: float = 10.0
-    stall_seconds: float = 30.0
-    request_seconds: float = 300.0
-    backoff_seconds: float = 0.5
+    url: Annotated[str, typer.Option("--endpoint", help="Address of an OpenAI-compatible server, up to and with /v1.")]
+    model: Annotated[str, typer.Option(help="As the server calls it.")]
+    server: Annotated[str | None, typer.Option(help="What serves, and with which drafter: for the record.")] = None
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at any time.")] = 1
+    output_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0
+    # An answer that broke off is not asked for again: its failure is a result.
+    retries: Annotated[int, typer.Option(min=0, help="Of a request that was refused for now, or lost its way.")] = 2
+    connect_seconds: Annotated[float, typer.Option(help="Longest wait for a connection.")] = 10.0
+    stall_seconds: Annotated[float, typer.Option(help="Longest silence within an answer.")] = 30.0
+    request_seconds: Annotated[float, typer.Option(help="Longest answer.")] = 300.0
+    backoff_seconds: Annotated[float, typer.Option(help="First pause before a retry; it doubles each time.")] = 0.5
 
     def __post_init__(self):
         if not self.url.startswith(("http://", "https://")):

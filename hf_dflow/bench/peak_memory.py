@@ -22,17 +22,12 @@ SAMPLED = (
     f"resident set of the process every {1e3 * SAMPLE_SECONDS:g} ms, above that before the call: short peaks missed"
 )
 NOT_ASKED = "not measured: not asked for"
-NOT_MEASURED = "not measured: this system does not tell a process its resident set"
+NOT_MEASURED = "not measured: this system does not report a process's resident set"
 
 
 @dataclass
 class Peak:
-    """Of one call.
-
-    Args:
-        bytes (`int`, *optional*): Above what was held before it; `None` where it cannot be measured.
-        how (`str`): What was read.
-    """
+    """The peak of one call in bytes, `None` where it cannot be measured; and how it was measured."""
 
     bytes: int | None = None
     how: str = NOT_MEASURED
@@ -40,41 +35,46 @@ class Peak:
 
 @contextmanager
 def peak_of(device: torch.device) -> Iterator[Peak]:
-    """Measure what is done inside; the [`Peak`] is filled in at the end.
+    """Measure what happens inside; the [`Peak`] is filled in at the end.
 
-    What was freed before is given back to the system first, where it lets us, or a call would live on it unseen. That
+    Freed memory is first returned to the system, as far as possible; otherwise a call would reuse it uncounted. That
     costs time, so calls that are timed are not measured.
     """
-    found = Peak()
+    peak = Peak()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield found
+        yield peak
         torch.cuda.synchronize(device)
-        found.bytes, found.how = torch.cuda.max_memory_allocated(device) - before, CUDA
+        peak.bytes, peak.how = torch.cuda.max_memory_allocated(device) - before, CUDA
         return
     if not STATUS.exists():
-        yield found
+        yield peak
         return
-    give_back()
-    if can_reset_peak():
-        before = status_bytes("VmRSS")
-        yield found
-        found.bytes, found.how = max(0, status_bytes("VmHWM") - before), PEAK
-        return
-    before = status_bytes("VmRSS")
-    with _sampling() as seen:
-        yield found
-    found.bytes, found.how = max(0, max(seen, default=before) - before), SAMPLED
-
-
-def give_back() -> None:
-    """Ask the C library to return freed memory to the system; glibc can."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
+    if can_reset_peak():
+        before = status_bytes("VmRSS")
+        yield peak
+        peak.bytes, peak.how = max(0, status_bytes("VmHWM") - before), PEAK
+        return
+    sizes, is_over = [status_bytes("VmRSS")], threading.Event()
+
+    def sample() -> None:
+        while not is_over.wait(SAMPLE_SECONDS):
+            sizes.append(status_bytes("VmRSS"))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        is_over.set()
+        thread.join()
+    peak.bytes, peak.how = max(sizes) - sizes[0], SAMPLED
 
 
 def can_reset_peak() -> bool:
@@ -92,28 +92,10 @@ def status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-@contextmanager
-def _sampling() -> Iterator[list[int]]:
-    seen, is_over = [status_bytes("VmRSS")], threading.Event()
-
-    def look() -> None:
-        while not is_over.wait(SAMPLE_SECONDS):
-            seen.append(status_bytes("VmRSS"))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        is_over.set()
-        thread.join()
-        seen.append(status_bytes("VmRSS"))
-
-
 def weight_bytes(*models: Any) -> int:
-    """Of all models together; what two share counts once."""
-    held = {}
+    """Bytes of all models together; shared storage counts once."""
+    storages = {}
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()) if model is not None else ():
-            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(held.values())
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())

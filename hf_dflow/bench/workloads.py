@@ -182,11 +182,11 @@ def chosen_prompts(
 
 def chosen_workload(
     *,
-    files: Sequence[str | Path] | None = None,
-    jsonl: Sequence[str | Path] | None = None,
+    files: Sequence[str | Path] = (),
+    jsonl: Sequence[str | Path] = (),
     dataset: str | None = None,
     human_eval: int = 0,
-    tasks: Sequence[str] | None = None,
+    tasks: Sequence[str] = (),
     per_task: int | None = None,
     otherwise: str | Path | None = None,
 ) -> Workload:
@@ -198,7 +198,6 @@ def chosen_workload(
     Raises:
         DFlowError: One of them cannot be read, or a task has no prompts.
     """
-    files, jsonl, tasks = files or [], jsonl or [], tasks or []
     own = [prompt for path in jsonl for prompt in jsonl_prompts(path)] + (dataset_prompts(dataset) if dataset else [])
     if not (files or human_eval or own) and otherwise is not None:
         files = [otherwise]

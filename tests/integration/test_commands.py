@@ -9,11 +9,11 @@ from kit import PatternDrafter, tiny_drafter
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowDrafter, tokenizer_fingerprint
-from hf_dflow.bench import demo, pairs, smollm2
+from hf_dflow.bench import answers, demo, pairs, smollm2
 from hf_dflow.bench.lossless import FAULT, LosslessReport
 from hf_dflow.bench.pairs import Pair, load_pair, usable_device
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PAIR, TINY_PROMPTS, TINY_TARGET
-from hf_dflow.bench.workloads import read_prompts
+from hf_dflow.bench.workloads import Prompt, read_prompts
 from hf_dflow.checkpoints.names import check_name
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
@@ -90,26 +90,31 @@ def test_demo_json_holds_the_promised_rows_and_nothing_else(pair, prompts):
 
 def test_dflash_is_the_loop_with_the_relay_off(pair, monkeypatch):
     """Bug: both rows show the same thing because use_relay never reaches the loop."""
-    used = []
-    monkeypatch.setattr(type(pair.drafter.relay), "forward", lambda self, states, *_: used.append(1) or 0 * states)
-    for strategy, expects_relay in (("dflash", False), ("dflow", True)):
-        used.clear()
-        demo.run_strategy(pair, pair.encode(""), strategy, NEW_TOKENS)
-        assert bool(used) is expects_relay
+    calls, honest = [], answers.decode_rows
+
+    def recorded(target, inputs, contestant, *rest):
+        calls.append(contestant.name)
+        return honest(target, inputs, contestant, *rest)
+
+    relayed = set()
+    monkeypatch.setattr(answers, "decode_rows", recorded)
+    monkeypatch.setattr(type(pair.drafter.relay), "forward", lambda self, s, *_: relayed.add(calls[-1]) or 0 * s)
+    demo.compare(pair, [Prompt("chat", "")], NEW_TOKENS)
+    assert set(calls) == {"plain", "dflash", "dflow"} and relayed == {"dflow"}
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_demo_fails_when_a_text_differs(pair, prompts, monkeypatch, flags):
     """Bug: the demo prints a table and succeeds although the drafter changed the text."""
-    honest = demo.run_strategy
+    honest = answers.decode_rows
 
-    def corrupted(pair, inputs, strategy, max_new_tokens):
-        result = honest(pair, inputs, strategy, max_new_tokens)
-        if strategy == "dflow":
-            result.new_tokens[-1] += 1
-        return result
+    def corrupted(target, inputs, contestant, *rest):
+        runs = honest(target, inputs, contestant, *rest)
+        if contestant.name == "dflow":
+            runs[0].new_tokens[-1] += 1
+        return runs
 
-    monkeypatch.setattr(demo, "run_strategy", corrupted)
+    monkeypatch.setattr(answers, "decode_rows", corrupted)
     result = run("demo", "--prompts", prompts, "--max-new-tokens", NEW_TOKENS, *flags)
     assert result.exit_code == 1
     assert ("DIFFERS" in result.stdout) or ('"text_identical": false' in result.stdout)
@@ -166,11 +171,11 @@ def test_the_tiny_pair_is_small_and_records_its_target(bundled, monkeypatch):
 def test_its_relay_saves_target_forwards_and_changes_no_text(bundled):
     """Catches: weights that do not belong together, a relay that is off, shifted or untrained; a text that differs."""
     forwards, accepted = {"plain": 0, "dflash": 0, "dflow": 0}, []
-    for comparison in demo.compare(bundled, read_prompts(TINY_PROMPTS), 96):
-        for name, result in comparison.runs.items():
+    for answer in demo.compare(bundled, read_prompts(TINY_PROMPTS), 96):
+        for name, result in answer.runs.items():
             forwards[name] += result.target_forwards
-            assert comparison.is_identical(name)
-        accepted += comparison.runs["dflow"].statistics.per_step_accepted
+            assert demo.is_identical(answer, name)
+        accepted += answer.runs["dflow"].statistics.per_step_accepted
     assert 7 in accepted and any(0 < count < 7 for count in accepted)
     assert forwards["dflash"] < 0.35 * forwards["plain"]
     assert forwards["dflow"] < 0.9 * forwards["dflash"]

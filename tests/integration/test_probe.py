@@ -129,7 +129,7 @@ def test_command_prints_tasks_and_writes_the_same(decoded, monkeypatch, tmp_path
         def apply_chat_template(self, *arguments, **options):
             return {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
 
-    monkeypatch.setattr(pairs, "load_pair", lambda *arguments: pairs.Pair(target, drafter, Tokenizer(), "tiny"))
+    monkeypatch.setattr(pairs, "load_pair", lambda *_, **__: pairs.Pair(target, drafter, Tokenizer(), "tiny"))
     (tmp_path / "prompts.json").write_text('{"chat": ["one"], "code": ["two", "three"]}')
     arguments = [
         "--prompts",

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dflow import DFlowDrafterConfig, tokenizer_fingerprint
-from hf_dflow.bench.demo import run_strategy
 from hf_dflow.bench.pairs import load_pair
 from hf_dflow.bench.smollm2 import BUNDLED_DRAFTER, is_available, smollm2_folder
+from hf_dflow.bench.strategies import Contestant, Mode, decode
 from hf_dflow.bench.workloads import DEMO, read_prompts
 
 
@@ -95,7 +95,8 @@ def test_the_bundled_drafter_is_lossless_and_accepted():
     """Bug: a bundled drafter that belongs to other weights: right text, and no draft ever accepted."""
     pair = load_pair()
     inputs = pair.encode(read_prompts(DEMO)[-1].text)
-    plain, dflow = (run_strategy(pair, inputs, strategy, 48) for strategy in ("plain", "dflow"))
+    contestants = Contestant("plain"), Contestant("dflow", pair.drafter)
+    plain, dflow = (decode(pair.target, inputs, contestant, Mode(), 48) for contestant in contestants)
     assert dflow.new_tokens == plain.new_tokens
     assert dflow.target_forwards < plain.target_forwards
     steps = list(zip(dflow.statistics.per_step_accepted, dflow.statistics.per_step_drafted, strict=True))

@@ -29,8 +29,8 @@ PLAN = {
     "largest_batch": {"plain": 9, "drafting": 4},
     "conditions": {"dtype": "x"},
 }
-FACTORS = {"continuous batching": 2.0, "prefix caching": 1.1}
-ROUTED = {"factors": FACTORS, "routed_share": 0.3, "routed_tps": 500.0}
+FACTORS = {"batching_factor": 2.0, "caching_factor": 1.1}
+ROUTED = {**FACTORS, "routed_share": 0.3, "routed_tps": 500.0}
 
 
 def run_with(**changed):
@@ -60,9 +60,7 @@ def endpoint_record(mode="T=0", failed=0, **changed):
 
 
 def cost_record(**own):
-    server = cost.SelfHosted(2.0, 100.0, 200.0, 0.5, **own)
-    hosted = cost.Hosted(price_per_million=4.0)
-    return {**cost.compare(hosted, server), "inputs": {"hosted": vars(hosted), "own": vars(server)}}
+    return cost.compare(cost.Hosted(hosted_per_million=4.0), cost.SelfHosted(2.0, 100.0, 200.0, 0.5, **own))
 
 
 def monitored(**options):
@@ -99,7 +97,7 @@ TICKS = [
     ("watched", {"monitor": monitored(low_acceptance=0.2)}, {"monitor": monitored()}),
     ("billing unit", costs(), runs(RUN)),
     ("licences", {"target_licence": "apache-2.0", "drafter_licence": "mit"}, {"target_licence": "mit"}),
-    ("routing, batching", costs(**ROUTED), costs(factors=FACTORS)),
+    ("routing, batching", costs(**ROUTED), costs(**FACTORS)),
     ("canary", {"canary": "two weeks, bill down 9%"}, {"canary": ""}),
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ def test_price_of_a_million_tokens():
 
 def test_measured_factors_and_routing():
     """Bug: rates averaged as rates: half of the tokens at 100 a second and half at 400 are 160, not 250."""
-    own = SelfHosted(2.0, 50.0, 100.0, 1.0, factors={"continuous batching": 2.0}, routed_share=0.5, routed_tps=400.0)
+    own = SelfHosted(2.0, 50.0, 100.0, 1.0, batching_factor=2.0, routed_share=0.5, routed_tps=400.0)
     assert own.throughput(drafting=False) == pytest.approx(1 / (0.5 / 100 + 0.5 / 400))  # 160
     assert own.throughput(drafting=True) == pytest.approx(1 / (0.5 / 200 + 0.5 / 400))
 
@@ -57,20 +57,20 @@ def test_break_even_by_hand():
 
 def test_who_keeps_the_gain():
     """Bug: a gain promised to somebody who pays per token."""
-    per_token = compare(Hosted(price_per_million=4.0), OWN, monthly_tokens=1e9)
+    per_token = compare(Hosted(hosted_per_million=4.0), OWN, monthly_tokens=1e9)
     assert per_token["plain"]["hosted_per_million"] == per_token["drafting"]["hosted_per_million"] == 4.0
     assert "provider keeps" in per_token["who_keeps_the_gain"]["hosted"]
     assert per_token["plain"]["month"]["hosted"] == 4000.0
     assert per_token["plain"]["month"]["own"] == 1461.0  # a server writes 1.31 billion in half the hours
     assert OWN.cost_of_month(2e9, drafting=False) == 2 * 1461.0
-    per_second = compare(Hosted(price_per_second=0.001, plain_tps=100.0, drafting_tps=125.0), OWN)
+    per_second = compare(Hosted(hosted_per_second=0.001, hosted_plain_tps=100.0, hosted_drafting_tps=125.0), OWN)
     assert per_second["plain"]["hosted_per_million"] == pytest.approx(10.0)
     assert per_second["drafting"]["hosted_per_million"] == pytest.approx(8.0)
     assert "-20.0%" in per_second["who_keeps_the_gain"]["hosted"]
     assert "-50.0%" in per_second["who_keeps_the_gain"]["self-hosted"]
-    slower = compare(Hosted(price_per_million=4.0), SelfHosted(2.0, 1000.0, 800.0, 0.5))
+    slower = compare(Hosted(hosted_per_million=4.0), SelfHosted(2.0, 1000.0, 800.0, 0.5))
     assert "+25.0%" in slower["who_keeps_the_gain"]["self-hosted"]  # a loss is said as one
-    unknown = compare(Hosted(price_per_second=0.001, plain_tps=100.0), OWN)
+    unknown = compare(Hosted(hosted_per_second=0.001, hosted_plain_tps=100.0), OWN)
     assert unknown["drafting"]["hosted_per_million"] is None
 
 
@@ -82,11 +82,11 @@ def test_who_keeps_the_gain():
         lambda: SelfHosted(1, 1, 1, 50),
         lambda: SelfHosted(1, math.nan, 1, 0.5),
         lambda: SelfHosted(1, 1, 1, 0.5, routed_share=0.2),
-        lambda: SelfHosted(1, 1, 1, 0.5, factors={"caching": 0}),
+        lambda: SelfHosted(1, 1, 1, 0.5, caching_factor=0),
         lambda: Hosted(),
-        lambda: Hosted(price_per_million=1, price_per_second=1),
-        lambda: Hosted(price_per_second=1),
-        lambda: compare(Hosted(price_per_million=1), OWN, monthly_tokens=-1),
+        lambda: Hosted(hosted_per_million=1, hosted_per_second=1),
+        lambda: Hosted(hosted_per_second=1),
+        lambda: compare(Hosted(hosted_per_million=1), OWN, monthly_tokens=-1),
     ],
 )
 def test_what_is_no_price_is_refused(wrong):
