@@ -18,13 +18,20 @@ def drafters(
     from hf_dflow.checkpoints.names import TABLE, drafter_for, drafters_for
 
     if target is not None:
-        drafter_for(target)  # says what is near where there is none
-    rows = []
-    for row in TABLE if target is None else drafters_for(target):
-        block, unknown = str(row.block_size or "?"), "see its page"
-        rows.append([row.name, row.target, block, row.format, row.licence or unknown, row.chat_mode or "?"])
-    measures = ("target", "block", "format", "licence", "mode")
-    print_table(report_console(), ResultTable("published drafters", ("drafter",), measures, rows))
+        drafter_for(target)  # raises where there is none, and names similar targets
+    rows = [
+        [
+            row.name,
+            row.target,
+            str(row.block_size or "?"),
+            row.format,
+            row.licence or "see its page",
+            row.chat_mode or "?",
+        ]
+        for row in (TABLE if target is None else drafters_for(target))
+    ]
+    columns = ("target", "block", "format", "licence", "mode")
+    print_table(report_console(), ResultTable("published drafters", ("drafter",), columns, rows))
 
 
 def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) -> None:
@@ -96,8 +103,8 @@ def publish(
         message=message,
         dry_run=dry_run,
     )
-    for one in files:
-        typer.echo(f"{one.size:>14,} {one.path}")
+    for file in files:
+        typer.echo(f"{file.size:>14,} {file.path}")
     if commit is None:
         typer.echo(f"Nothing was sent. These {len(files)} files would go to {repository}.")
     else:
@@ -109,7 +116,7 @@ card = typer.Typer(help="Model cards of drafters.", no_args_is_help=True)
 
 @card.command("check")
 def card_check(path: Annotated[Path, typer.Argument(help="A card, or a folder with its README.md.")]) -> None:
-    """Say what a model card lacks; exit code 1 if anything."""
+    """List what a model card lacks; exit code 1 if anything."""
     from hf_dflow.hub.cards import check_card
 
     with errors_in_words():
@@ -127,7 +134,7 @@ def card_new(
     repository: Annotated[str | None, typer.Option(help="Where it will be published.")] = None,
     licence: Annotated[str | None, typer.Option("--license", help="E.g. apache-2.0.")] = None,
 ) -> None:
-    """Print a card for a drafter, with marks where only its maker knows what to write."""
+    """Print a card for a drafter, its gaps marked where only its maker knows what to write."""
     from hf_dflow.hub.cards import make_card
     from hf_dflow.model.drafter import DFlowDrafter
 

@@ -1,4 +1,4 @@
-"""Finding a drafter's files in a folder, in the cache or on the Hub, and reading no more of them than is safe."""
+"""Finding a drafter's files in a folder, the cache or the Hub, and reading no more of them than is safe."""
 
 import json
 import os
@@ -20,8 +20,10 @@ HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "local_files_o
 LONGEST_JSON = 16 * 2**20  # bytes; the index of a thousand shards is far smaller
 OWN_PARTS_FILE = "hf_dflow/parts.safetensors"  # of an exported drafter: its relay and causal correction
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "BOOL": torch.bool},  # of vocabulary maps
+}
 
 
 def read_config(source: str, hub_options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -77,14 +79,13 @@ def read_json(file: str | os.PathLike) -> Any:
 def stored_tensors(
     path: str, hub_options: Mapping[str, Any], variant: str | None = None, with_own_parts: bool = False
 ) -> dict[str, StoredTensor]:
-    """What the safetensors files of `path` hold, from their headers alone; nothing of the tensors is read.
+    """The tensors in the safetensors files of `path`, from their headers alone.
 
     Args:
         path (`str`): Folder or repository.
         hub_options (`Mapping`): Of `HUB_OPTIONS`.
         variant (`str`, *optional*): As in transformers, `model.<variant>.safetensors`.
-        with_own_parts (`bool`): Whether an exported drafter's parts that its layout lacks, kept beside its weights, are
-            wanted.
+        with_own_parts (`bool`): Include the parts of an exported drafter that its layout cannot express.
 
     Raises:
         [`DrafterWeightsError`]: No safetensors file, a damaged one, a shard outside the repository, a dtype that is no
@@ -98,15 +99,15 @@ def stored_tensors(
             with safe_open(file, framework="pt", device="cpu") as content:  # checks sizes and offsets
                 for name in content.keys():  # noqa: SIM118 - no mapping
                     part = content.get_slice(name)
-                    kind = part.get_dtype()
-                    if kind not in DTYPES and kind not in INTEGERS:
+                    dtype = part.get_dtype()
+                    if dtype not in DTYPES:
                         raise DrafterWeightsError(
-                            f"{path}: '{name}' is stored as {kind}, which is no floating point weight; a quantised "
+                            f"{path}: '{name}' is stored as {dtype}, which is no floating point weight; a quantised "
                             "drafter must be dequantised first."
                         )
                     if name in stored:
                         raise DrafterWeightsError(f"{path}: '{name}' is in two files; keep one of them.")
-                    stored[name] = StoredTensor(file, tuple(part.get_shape()), (DTYPES | INTEGERS)[kind])
+                    stored[name] = StoredTensor(file, tuple(part.get_shape()), DTYPES[dtype])
     except DrafterWeightsError:
         raise
     except (OSError, SafetensorError, ValueError) as error:
@@ -120,9 +121,9 @@ def stored_tensors(
 def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
     """The tensors themselves, mapped into memory."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in dict.fromkeys(one.file for one in stored.values()):
+    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
         with safe_open(file, framework="pt", device="cpu") as content:
-            tensors |= {name: content.get_tensor(name) for name, one in stored.items() if one.file == file}
+            tensors |= {name: content.get_tensor(name) for name, tensor in stored.items() if tensor.file == file}
     return tensors
 
 

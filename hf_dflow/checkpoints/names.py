@@ -1,4 +1,4 @@
-"""Drafters by name: those that the package holds, and a table of those that others have published."""
+"""Drafters by name: those bundled with the package, and a table of those that others have published."""
 
 import difflib
 import os
@@ -13,14 +13,14 @@ FOLDER = Path(__file__).parents[1] / "drafters"
 
 @dataclass(frozen=True)
 class Drafter:
-    """One row of the table. `None` where the source says nothing: the repository's own files decide."""
+    """One row of the table. `None` where the source does not say: the repository's own files decide."""
 
     name: str  # repository, or the name of a bundled one
     target: str
     format: str  # a key of `hf_dflow.checkpoints.reader.LAYOUTS`
     block_size: int | None = None
     licence: str | None = None  # as published
-    chat_mode: str | None = None  # how the target was asked: "thinking", "non-thinking", "chat", "raw"
+    chat_mode: str | None = None  # how the target was prompted: "thinking", "non-thinking", "chat", "raw"
 
 
 # In the package, each laid out as its repository would be; they need no network.
@@ -72,13 +72,13 @@ TABLE = (
 
 
 def resolve(name: Any) -> str:
-    """What to load for `name`: the folder of a bundled drafter, else `name` itself, a folder or a repository."""
+    """The folder or repository to load for `name`: a bundled drafter's folder, else `name` itself."""
     name = os.fspath(name)
     return str(BUNDLED[name]) if name in BUNDLED and not os.path.isdir(name) else name
 
 
 def check_name(name: Any) -> None:
-    """Refuse what can be neither a folder here nor a name on the Hub; nobody is asked.
+    """Refuse what can be neither a folder here nor a name on the Hub, without a request.
 
     Raises:
         `OSError`: There is no such folder, and no repository can have that name.
@@ -92,9 +92,9 @@ def check_name(name: Any) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        found = "is a file, not a folder" if os.path.exists(name) else "there is no such folder"
+        problem = "is a file, not a folder" if os.path.exists(name) else "there is no such folder"
         raise OSError(
-            f"{name}: {found}, and it is no name on the Hub either (owner/name, of letters, digits, '-', '_' and '.'). "
+            f"{name}: {problem}, and it is no name on the Hub either (owner/name, of letters, digits, '-', '_', '.'). "
             "Correct the path, or give a repository's name."
         ) from error
 
@@ -111,12 +111,12 @@ def drafter_for(target: Any) -> Drafter:
         [`UnknownDrafterError`]: The table has none.
     """
     name = target if isinstance(target, str) else getattr(getattr(target, "config", None), "_name_or_path", None)
-    found = drafters_for(name) if name else []
-    if found:
-        return found[0]
-    near = difflib.get_close_matches(str(name), sorted({row.target for row in TABLE}), n=3, cutoff=0.75)
-    near_text = f" Near names with a drafter: {', '.join(near)}; a drafter serves its own target only." if near else ""
+    rows = drafters_for(name) if name else []
+    if rows:
+        return rows[0]
+    similar = difflib.get_close_matches(str(name), sorted({row.target for row in TABLE}), n=3, cutoff=0.75)
+    hint = f" Similar names: {', '.join(similar)}; a drafter serves its own target only." if similar else ""
     raise UnknownDrafterError(
-        f"no drafter is listed for the target {name!r}.{near_text} `hf-dflow drafters` lists those known; any other is "
+        f"no drafter is listed for the target {name!r}.{hint} `hf-dflow drafters` lists those known; any other is "
         "loaded by its own name with DFlowDrafter.from_pretrained."
     )

@@ -72,7 +72,7 @@ def make_card(drafter: Any, repository: str | None = None, licence: str | None =
 
 
 def check_card(text: str) -> list[str]:
-    """What is missing or wrong in a card, in words; empty where nothing is.
+    """A sentence for each thing that is missing or wrong in a card.
 
     The front matter is read by huggingface_hub, a model-index included.
     """
@@ -102,7 +102,7 @@ def _check_data(data: dict[str, Any], parsed: Any) -> list[str]:
     if not data.get("base_model") and OWN_TARGET not in tags:
         problems.append(f"'base_model' is missing; name the target, or tag '{OWN_TARGET}' where it is here too")
     results = getattr(parsed, "eval_results", None) or []
-    if not any(one.metric_type == METRIC and isinstance(one.metric_value, int | float) for one in results):
+    if not any(result.metric_type == METRIC and isinstance(result.metric_value, int | float) for result in results):
         problems.append(f"'model-index' has no result with the metric '{METRIC}' and a number")
     return problems
 
@@ -110,16 +110,16 @@ def _check_data(data: dict[str, Any], parsed: Any) -> list[str]:
 def _check_text(text: str) -> list[str]:
     problems = []
     sections = {title.strip(): body for title, body in re.findall(r"(?ms)^## (.+?)$(.*?)(?=^## |\Z)", text)}
-    for title, (what, pattern) in SECTIONS.items():
+    for title, (content, pattern) in SECTIONS.items():
         if title not in sections:
             problems.append(f"the section '## {title}' is missing")
         elif not re.search(pattern, sections[title]):
-            problems.append(f"the section '## {title}' lacks {what}")
+            problems.append(f"the section '## {title}' lacks {content}")
     if "Acceptance" in sections and not re.search(r"(?i)greedy|temperature|\bT = \d", sections["Acceptance"]):
         problems.append("the section '## Acceptance' does not say under which conditions: greedy or which temperature")
     count = text.count(FILL_IN)
     if count:
         problems.append(f"{count} place(s) are still to be filled in ('{FILL_IN}: …]')")
     if MACHINE_PATHS.search(text):
-        problems.append("it holds a path of somebody's machine")
+        problems.append("it contains a path of somebody's machine")
     return problems

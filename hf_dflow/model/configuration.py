@@ -47,62 +47,60 @@ class DFlowDrafterConfig(PreTrainedConfig):
 
     Args:
         vocab_size (`int`, *optional*):
-            Rows of the target's vocabulary that the drafter may propose; `None`: all. Needed where anything of that
-            height is the drafter's own.
-        hidden_size (`int`): Width of the draft layers; equals the target's unless the drafter owns embedding and head.
+            Rows of the target's vocabulary that the drafter may propose; `None`: all. Required where the drafter owns a
+            matrix of that height.
+        hidden_size (`int`): Width of the draft layers; the target's, unless the drafter owns embedding and head.
         target_hidden_size (`int`, *optional*, defaults to `hidden_size`): Width of one tapped target state.
         intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`):
             As in Qwen3. `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to the even split.
         rope_parameters (`dict`): Rotary parameters, e.g. `{"rope_type": "default", "rope_theta": 1e6}`.
         layer_types (`list[str]`): One of `"full_attention"`, `"sliding_attention"` for each draft layer.
         sliding_window (`int`, *optional*): Window of the sliding layers, in tokens.
-        sliding_is_causal (`bool`, *optional*, defaults to `False`):
-            Whether a sliding layer hides later positions of the block from earlier ones (z-lab's v1 format does).
-        full_is_causal (`bool`, *optional*, defaults to `False`): The same for full layers.
+        sliding_is_causal, full_is_causal (`bool`, *optional*, default to `False`):
+            Whether layers of that type hide later positions of the block from earlier ones.
         window_is_inclusive (`bool`, *optional*, defaults to `True`):
             `|q - k| <= sliding_window` (transformers' native drafters) or `< sliding_window` (z-lab).
         window_from_anchor (`bool`, *optional*, defaults to `False`):
-            Every row of a block sees the context that its anchor sees, and the whole block whatever the window
-            (vLLM's speculators).
+            Every row of a block sees the context that its anchor sees, and the whole block (vLLM's speculators).
         block_size (`int`): Rows of a full block: the anchor and masked slots.
         sample_from_anchor (`bool`, *optional*, defaults to `False`):
-            Each row of the block, the anchor's too, predicts the token behind its own position, so that a block
-            drafts `block_size` tokens. Otherwise a masked slot predicts its own position: `block_size - 1` tokens.
+            Each row of the block, the anchor's too, predicts the token after its own position, so that a block drafts
+            `block_size` tokens. Otherwise a masked slot predicts its own position: `block_size - 1` tokens.
         mask_token_id (`int`): Token whose input embedding fills the masked slots. Never proposed.
         target_layer_ids (`list[int]`):
             Tapped target layers; id *l* means `hidden_states[l + 1]` of a forward with `output_hidden_states=True`.
-        num_target_layers (`int`, *optional*): Layers of the target the drafter was made for.
+        num_target_layers (`int`, *optional*): Layers of the target that the drafter was made for.
         target_name, target_revision (`str`, *optional*): That target; a different one gives a warning, not an error.
-        tokenizer_fingerprint (`str`, *optional*): What [`~hf_dflow.tokenizer_fingerprint`] says of its tokenizer.
+        tokenizer_fingerprint (`str`, *optional*): [`~hf_dflow.tokenizer_fingerprint`] of its tokenizer.
         chat_mode (`str`, *optional*):
-            How the target was asked when its answers were collected: "thinking", "non-thinking", "chat" or "raw".
+            How the target was prompted when its answers were collected: "thinking", "non-thinking", "chat" or "raw".
         input_embedding (`str`, *optional*, defaults to `"raw"`):
-            `"raw"`: rows of the target's embedding matrix, times `input_embedding_scale`. `"target"`: what the target's
-            embedding module returns, its own scaling included. `"own"`: the drafter's matrix.
+            `"raw"`: rows of the target's embedding matrix, times `input_embedding_scale`. `"target"`: the output of the
+            target's embedding module, its own scaling included. `"own"`: the drafter's matrix.
         output_head (`str`, *optional*, defaults to `"target"`): Whose LM head turns draft states into logits.
         draft_vocab_size (`int`, *optional*):
-            Tokens that an own head can say, where those are fewer than `vocab_size`; which, the weights file lists in
-            `draft_token_ids`. All others get a draft probability of zero, and come from the target alone.
+            Number of tokens that an own head can draft, where fewer than `vocab_size`; the weights list them in
+            `draft_token_ids`. All others have a draft probability of zero and come from the target alone.
         input_embedding_scale, output_multiplier (`float`, *optional*, defaults to 1.0): Plain factors.
         final_logit_softcapping (`float`, *optional*): `cap * tanh(logits / cap)` after the multiplier.
         conv_kernel_size, conv_group_size (`int`, *optional*):
-            DFlash 2: taps and channels of a group of the convolutions around each sublayer; `None`: none.
+            DFlash 2: taps, and channels of a group, of the convolutions around each sublayer; `None`: none.
         selector_rank, selector_top_k (`int`, *optional*):
-            DFlash 2: rank of the candidate selector and how many candidates it chooses from; `None`: no selector.
+            DFlash 2: rank of the candidate selector, and number of candidates it selects from; `None`: no selector.
         correction_intermediate_size, correction_top_k (`int`, *optional*):
-            Width of the MLP that corrects a slot by the token drafted before it, and how many candidates of the slot
-            it chooses from ([`~hf_dflow.model.correction.CausalCorrection`]); `None`: slots are drafted independently.
+            Width of the MLP that corrects a slot by the token drafted before it, and number of candidates it selects
+            from ([`~hf_dflow.model.heads.CausalCorrection`]); `None`: slots are drafted independently.
         use_relay (`bool`, *optional*, defaults to `True`): Whether the model has relay weights.
         relay_intermediate_size (`int`, *optional*, defaults to `hidden_size`): Width of the relay's MLP.
         relay_hidden_act (`str`, *optional*, defaults to `"silu"`): Its activation.
-        relay_norm_affine (`bool`, *optional*, defaults to `False`): LayerNorm on relayed states has weights.
-            Width, activation and affinity are choices of this package; the paper does not state them.
+        relay_norm_affine (`bool`, *optional*, defaults to `False`):
+            Whether its LayerNorm has weights. The paper states neither width nor activation nor affinity.
         generation_defaults (`dict`, *optional*): Fields of [`DFlowGenerationConfig`] recorded with the drafter.
         fitted_decisions (`dict`, *optional*):
             What `hf-dflow calibrate` fitted: `mixture`, the coefficients of [`StaleMixture`]'s learned weight;
-            `calibration`, for "greedy" and "sampled" drafts a line through the logit of the drafter's confidence
-            (intercept, slope) for the first, the second and later slots; and `row_precision`, for each of the two how
-            alike texts are (the inverse variance of what a text adds to the intercept).
+            `calibration`, for "greedy" and "sampled" drafts a line (intercept, slope) through the logit of the
+            drafter's confidence for the first, the second and later slots; `row_precision`, for each of the two the
+            inverse variance of what a text adds to the intercept.
     """
 
     model_type = "dflow_drafter"
@@ -361,10 +359,11 @@ def _json_types(hint: Any) -> list[type]:
 
 
 def _is_one_of(value: Any, kinds: Sequence[type]) -> bool:
-    """Whether `value` is of one of the types; whole numbers are numbers, true and false are not."""
+    """Whether `value` is of one of the types. Whole numbers are numbers and tuples are lists; booleans are neither."""
     if isinstance(value, bool):
         return bool in kinds
-    return isinstance(value, tuple(kinds)) or (isinstance(value, int) and float in kinds)
+    wider = {int: float, tuple: list}.get(type(value))
+    return isinstance(value, tuple(kinds)) or wider in kinds
 
 
 def _problem_of_fit(fitted: Any) -> str | None:
@@ -389,9 +388,7 @@ def _problem_of_fit(fitted: Any) -> str | None:
 def _is_table(value: Any, shape: tuple[int, ...]) -> bool:
     """Whether `value` holds finite numbers in nested lists of `shape`."""
     if not shape:
-        return (
-            _is_one_of(value, [float]) and -sys.float_info.max <= value <= sys.float_info.max
-        )  # an int may exceed any float
+        return _is_one_of(value, [float]) and abs(value) <= sys.float_info.max  # a whole number may exceed any float
     return isinstance(value, list) and len(value) == shape[0] and all(_is_table(part, shape[1:]) for part in value)
 
 
