@@ -3,8 +3,7 @@
 import json
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from commands import invoke
 
 from experiments import decisions
 from hf_dflow.bench.answers import Answer
@@ -14,9 +13,6 @@ from hf_dflow.bench.workloads import Prompt
 from hf_dflow.generation.policy.costs import StepCosts
 from hf_dflow.generation.statistics import AcceptanceStatistics
 
-app = typer.Typer()
-app.command()(decisions.main)
-
 
 def run(tmp_path, what, *options, texts_of_a_task=1):
     prompts = json.loads(TINY_PROMPTS.read_text())
@@ -24,7 +20,7 @@ def run(tmp_path, what, *options, texts_of_a_task=1):
     few.write_text(json.dumps({task: texts[:texts_of_a_task] for task, texts in prompts.items()}))
     pair = ["--target", str(TINY_TARGET), "--drafter", str(TINY_DRAFTER), "--prompts", str(few)]
     output = tmp_path / "record.json"
-    done = CliRunner().invoke(app, [what, *pair, "--json", str(output), "--max-new-tokens", "24", *options])
+    done = invoke(decisions.main, what, *pair, "--json", output, "--max-new-tokens 24", *options)
     return done, json.loads(output.read_text()) if output.exists() else None
 
 

@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-import typer
+from commands import invoke
 from kit import prompt_of, tiny_drafter, tiny_target, tiny_tokenizer
-from typer.testing import CliRunner
 
 from experiments import eval_drafter
 from experiments.decisions import plot_calibration
@@ -18,8 +17,7 @@ from hf_dflow.errors import DFlowError
 from hf_dflow.training import prompts as training_prompts
 
 MISSING = "runs/first/drafter"
-app = typer.Typer()
-app.command()(errors_in_words()(eval_drafter.main))
+command = errors_in_words()(eval_drafter.main)
 
 
 class TinyTokenizer:
@@ -47,7 +45,7 @@ def test_command_writes_what_it_prints(target, tmp_path, monkeypatch):
     path = tmp_path / "out.json"
     options = f"--prompts {tmp_path}/own.json --sharegpt 1 --max-new-tokens 8 --json {path} --plain"
     options += " --temperature 0 --temperature 1 --verification token --seed 0 --seed 1"
-    result = CliRunner().invoke(app, options.split())
+    result = invoke(command, options)
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())
     assert list(record["modes"]) == ["T=0", "T=1, token verification"]
@@ -107,7 +105,7 @@ def test_a_missing_folder_is_called_so(option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for loader in ("AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"):
         monkeypatch.setattr(f"transformers.{loader}.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    result = CliRunner().invoke(app, [option, f"mine={MISSING}" if option == "--other" else MISSING])
+    result = invoke(command, option, f"mine={MISSING}" if option == "--other" else MISSING)
     message = " ".join(result.stderr.split())
     assert result.exit_code == 2 and f"{MISSING}: there is no such folder, and it is no name on the Hub" in message
 

@@ -5,11 +5,10 @@ import time
 
 import pytest
 import torch
-import typer
+from commands import invoke
 from data_kit import chat_target
 from safetensors.torch import load_file
 from trainer_kit import tiny_rows
-from typer.testing import CliRunner
 
 from experiments import drafter_stages, four_drafters
 from experiments.drafter_stages import KINDS, Recipe, Training
@@ -40,9 +39,7 @@ def short(monkeypatch):
 
 
 def run(*arguments):
-    app = typer.Typer()
-    app.command()(four_drafters.main)
-    return CliRunner().invoke(app, " ".join(map(str, arguments)).split())
+    return invoke(four_drafters.main, *arguments)
 
 
 def test_every_stage_is_done_once_and_written_down(target, tmp_path, short, monkeypatch):

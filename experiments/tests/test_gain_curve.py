@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
+from commands import invoke
 
 from experiments import gain_curve
 from hf_dflow.errors import DFlowError
@@ -49,9 +49,7 @@ def probe(rescue):
 
 
 def follow(*arguments):
-    app = gain_curve.typer.Typer()
-    app.command()(gain_curve.main)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return invoke(gain_curve.main, *arguments)
 
 
 def test_points_of_both_kinds_of_records_become_one_picture(tmp_path):

@@ -8,9 +8,8 @@ import sys
 import kernel_kit
 import pytest
 import torch
-import typer
+from commands import invoke
 from kernel_kit import tiled
-from typer.testing import CliRunner
 
 from experiments import kernels as bench
 from experiments import relay_profile
@@ -37,18 +36,14 @@ def output(tmp_path):
     return tmp_path / "record.json"
 
 
-app = typer.Typer()
-app.command()(errors_in_words()(bench.main))
-
-
-def invoke(*arguments: str):
+def measure(*arguments):
     with tiled(block=16, rows=32):
-        return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+        return invoke(errors_in_words()(bench.main), *arguments)
 
 
 def test_the_whole_script_on_tiny_shapes(output):
     """Bug: a slip in the script costs the one session in which a GPU is lent."""
-    result = invoke("--device", "cpu", "--budget", "0", "--json", str(output))
+    result = measure("--device", "cpu", "--budget", "0", "--json", str(output))
     record = json.loads(output.read_text())
     assert result.exit_code == 0 and record["gate"]["passed"] and record["gate"]["rows"] >= 30
     assert {row["rule"] for row in record["rows"]} == {"token", "block"}
@@ -70,7 +65,7 @@ def test_no_figure_without_correctness(output, monkeypatch):
         return decision
 
     monkeypatch.setattr(bench, "verify_block", off_by_one)
-    result = invoke("--device", "cpu", "--json", str(output))
+    result = measure("--device", "cpu", "--json", str(output))
     record = json.loads(output.read_text())
     assert result.exit_code == 1 and not record["gate"]["passed"] and "rows" not in record
 
@@ -102,7 +97,7 @@ def test_goals_are_judged_by_the_worst_row():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so():
     """Bug: a traceback, or figures of something else, where there is no GPU."""
-    result = invoke()
+    result = measure()
     assert result.exit_code == 2 and "no CUDA device here" in " ".join(result.output.split())
 
 

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
+from commands import invoke
 from data_kit import chat_target
-from typer.testing import CliRunner
 
 from experiments import rebuild
 from hf_dflow import DFlowDrafter
@@ -17,9 +17,7 @@ STAGE = {"updates": 2, "rows_per_update": 2, "anchors_per_row": 4}
 
 
 def follow(*arguments):
-    app = rebuild.typer.Typer()
-    app.command()(rebuild.main)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return invoke(rebuild.main, *arguments)
 
 
 @pytest.fixture(scope="module")
