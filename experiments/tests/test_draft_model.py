@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from experiments import autoregressive
 from experiments.autoregressive import train_draft_model
-from experiments.draft_model import drafter_size, matching_layers, new_draft_model
-from experiments.draft_model import save_draft_model as save
+from experiments.draft_model import drafter_size, matching_layers, new_draft_model, save_draft_model
 from hf_dflow.bench.assistant import load_draft_model
 from hf_dflow.errors import DFlowError
 from hf_dflow.training.config import Stage
-from hf_dflow.training.data import TrainingRow
+from hf_dflow.training.data import TrainingRow, is_held_out
 from hf_dflow.training.features import Teacher
 from hf_dflow.training.loss import CandidateVocabulary
 from hf_dflow.training.packing import RowOrder
@@ -141,25 +140,20 @@ def test_it_sees_the_rows_of_the_drafters_and_learns(tmp_path, monkeypatch):
     assert report.trained_parameters == sum(one.numel() for one in trained(model).values())
 
 
-def test_a_resumed_run_is_the_straight_one(tmp_path):
+def test_a_resumed_run_is_the_straight_one(tmp_path, monkeypatch):
     """Bug: optimiser, schedule or row order start anew, or another run's state is taken."""
     target, rows = target_of("qwen3"), tiny_rows()
     straight = train_draft_model(training_of(), target, rows, tmp_path / "straight", num_layers=1)
-    calls = []
-    honest = autoregressive._loss
+    losses, honest = iter(range(100)), autoregressive._loss
 
     def dying(*arguments):
-        calls.append(1)
-        if len(calls) == 8:
+        if next(losses) == 7:
             raise KeyboardInterrupt
         return honest(*arguments)
 
-    autoregressive._loss = dying
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train_draft_model(training_of(), target, rows, tmp_path / "killed", num_layers=1)
-    finally:
-        autoregressive._loss = honest
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(autoregressive, "_loss", dying)
+        train_draft_model(training_of(), target, rows, tmp_path / "killed", num_layers=1)
     resumed = train_draft_model(training_of(), target, rows, tmp_path / "killed", num_layers=1)
     ours, theirs = (load_draft_model(report.folder, target).state_dict() for report in (straight, resumed))
     assert [name for name in ours if not ours[name].equal(theirs[name])] == []
@@ -193,8 +187,8 @@ def test_both_kinds_of_folder_give_the_model_back(family, tmp_path):
     """Bug: a shard is forgotten, a random embedding is loaded, or transformers refuses the folder."""
     target = target_of(family)
     model = new_draft_model(target, 2, seed=3)
-    save(model, tmp_path / "whole", torch.float32)
-    save(model, tmp_path / "small", torch.float32, with_embedding=False, max_shard_size="10KB")
+    save_draft_model(model, tmp_path / "whole", torch.float32)
+    save_draft_model(model, tmp_path / "small", torch.float32, with_embedding=False, max_shard_size="10KB")
     assert len(list((tmp_path / "small").glob("*.safetensors"))) > 1
     for folder in ("whole", "small"):
         loaded = load_draft_model(tmp_path / folder, target).state_dict()
@@ -219,22 +213,24 @@ def test_command_leaves_out_what_is_held_out(tmp_path, monkeypatch, features):
     (tmp_path / "config.json").write_text(json.dumps(training.to_dict()))
     lines = [{"prompt_ids": [1, 2, i], "answer_ids": [3, 4, 5, 6], "prompt": f"prompt {i}"} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    seen = []
+    calls = []
+
+    def train(training, target, rows, output, *, num_layers, initialise_from_target, store):
+        calls.append((len(rows), num_layers, store.teacher(0).ids.shape))
+        return autoregressive.DraftModelReport(output, 1, 0, 1, 1)
+
     monkeypatch.setattr(autoregressive.AutoTokenizer, "from_pretrained", lambda _: target.config)
-    monkeypatch.setattr(
-        autoregressive,
-        "train_draft_model",
-        lambda training, target, rows, output, **options: (
-            seen.append((len(rows), options["num_layers"], options["store"].teacher(0).ids.shape))
-            or autoregressive.DraftModelReport(output, 1, 0, 1, 1)
-        ),
-    )
-    paths = {name: tmp_path / file for name, file in (("config", "config.json"), ("output", "output"))}
-    paths["features"] = features and tmp_path / features
+    monkeypatch.setattr(autoregressive, "train_draft_model", train)
     autoregressive.main(
-        str(tmp_path / "target"), [tmp_path / "rows.jsonl"], **paths, like=str(tmp_path / "drafter"), max_length=64
+        str(tmp_path / "target"),
+        [tmp_path / "rows.jsonl"],
+        output=tmp_path / "output",
+        config=tmp_path / "config.json",
+        like=str(tmp_path / "drafter"),
+        features=features and tmp_path / features,
+        max_length=64,
     )
-    held_out = sum(autoregressive.split_rows([TrainingRow([1], 0, f"prompt {i}", 0.0)])[1] != [] for i in range(40))
+    held_out = sum(is_held_out(f"prompt {i}") for i in range(40))
     assert held_out > 0
-    assert seen == [(40 - held_out, matching_layers(target, drafter_size(drafter)), (7, 3))]
+    assert calls == [(40 - held_out, matching_layers(target, drafter_size(drafter)), (7, 3))]
     assert (tmp_path / "features").exists() == (features is not None)
