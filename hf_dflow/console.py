@@ -73,11 +73,7 @@ ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU
 
 
 def writable(path: Path | None) -> Path | None:
-    """Refuse, before anything is measured, a file that could not be written at the end.
-
-    Raises:
-        typer.BadParameter: It is a folder, lies in one that does not exist, or may not be written.
-    """
+    """Refuse, before anything is measured, a file that could not be written at the end."""
     if path is None:
         return None
     folder = path.absolute().parent
@@ -90,11 +86,7 @@ def writable(path: Path | None) -> Path | None:
 
 
 def writable_folder(path: Path) -> Path:
-    """Refuse, before anything is measured, a folder that could not be created or written to at the end.
-
-    Raises:
-        typer.BadParameter: The nearest existing part of the path is no folder, or may not be written.
-    """
+    """Refuse, before anything is measured, a folder that could not be created or written to at the end."""
     nearest = next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "may not be written" if nearest.is_dir() else "is no folder"
@@ -108,11 +100,7 @@ JsonOption = Annotated[
 
 
 def write_json(path: Path | None, record: dict[str, Any]) -> None:
-    """Write a command's record to its `--json` file; print it if that fails, so that nothing is lost.
-
-    Raises:
-        DFlowError: It could not be written.
-    """
+    """Write a command's record to its `--json` file; print it if that fails, so that nothing is lost."""
     if path is None:
         return
     text = json.dumps(record, indent=1)

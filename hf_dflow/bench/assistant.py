@@ -14,11 +14,7 @@ BORROWED = "borrowed_embedding.json"  # marks a folder without embedding and hea
 
 
 def load_draft_model(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel:
-    """The model in `folder`, whole or without embedding and head, in the target's dtype and on its device.
-
-    Raises:
-        DFlowError: Weights are missing or left over.
-    """
+    """The model in `folder`, whole or without embedding and head, in the target's dtype and on its device."""
     folder = Path(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -191,11 +191,7 @@ def _minimise(parameters: torch.Tensor, loss: Any) -> None:
 
 
 def fit(pair: Pair, prompts: list[Prompt], max_new_tokens: int, console: Console | None = None) -> dict[str, Any]:
-    """`fitted_decisions` of the pair's drafter, and under `found` what they were fitted on.
-
-    Raises:
-        DFlowError: The prompts revealed too little.
-    """
+    """`fitted_decisions` of the pair's drafter, and under `found` what they were fitted on."""
     fitted: dict[str, Any] = {"calibration": {}, "row_precision": {}}
     found: dict[str, Any] = {}
     for kind, mode in MODES.items():
@@ -232,11 +228,7 @@ def keep(folder: Path, fitted: dict[str, Any]) -> None:
 
 
 def own_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a drafter that this package saved.
-
-    Raises:
-        DFlowError: There is none, or it is of another format.
-    """
+    """The configuration of a drafter that this package saved."""
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -35,9 +35,6 @@ def contestants_of(pair: Pair, names: Sequence[str], assistant: Any = None) -> l
 
     Args:
         assistant (`PreTrainedModel`, *optional*): Classic draft model of "assisted".
-
-    Raises:
-        DFlowError: A name is unknown, or needs what is not there.
     """
     drafts = pair.drafter.config.drafts_per_block
     contestants = []
@@ -87,9 +84,6 @@ def run(
     Returns:
         `dict`: For JSON: `modes` (counts as [`as_record`], beside them `latency`, `peak_memory` and `not_run`),
         `identity`, `rows`, `conditions`, `notes`.
-
-    Raises:
-        DFlowError: No strategy can decode so, or `minutes` were over before the first prompt.
     """
     # Greedy texts are always compared with the target's own, which is decoded anyway.
     plan = Plan(list(contestants), list(modes), output_tokens, with_plain=True)
@@ -277,11 +271,7 @@ def _memory(peak: Mapping[str, Any]) -> list[str]:
 
 
 def plot(record: Mapping[str, Any], path: Path) -> None:
-    """Draw tokens per step of every strategy by task with intervals, one panel for each mode.
-
-    Raises:
-        DFlowError: matplotlib is missing, or no strategy was measured.
-    """
+    """Draw tokens per step of every strategy by task with intervals, one panel for each mode."""
     figure_class = matplotlib_figure()
     modes = {mode: found for mode, found in record["modes"].items() if found["all"]["contestants"]}
     if not modes:
@@ -309,11 +299,7 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
 
 
 def matplotlib_figure() -> Any:
-    """matplotlib's `Figure`.
-
-    Raises:
-        DFlowError: matplotlib is missing.
-    """
+    """matplotlib's `Figure`."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -92,9 +92,6 @@ def refuse_unequal(
         records (`list[dict]`): Each with its `conditions`.
         names (`list[str]`): What to call them.
         except_for (`list[str]`, *optional*): Conditions that may differ.
-
-    Raises:
-        DFlowError: Two of them differ; the message states in what.
     """
     for record, name in zip(records[1:], names[1:], strict=True):
         pairs = differences(records[0].get("conditions", {}), record.get("conditions", {}))
@@ -106,9 +103,6 @@ def refuse_other_loads(
 ) -> None:
     """Refuse records of runs and endpoints without the same prompts, output tokens, concurrency, and a common
     temperature. Runs of this process must agree in everything, see [`refuse_unequal`].
-
-    Raises:
-        DFlowError: Two of them differ; the message states in what.
     """
     own = [(record, name) for record, name in zip(records, names, strict=True) if not is_endpoint(record)]
     refuse_unequal([record for record, _ in own], [name for _, name in own], except_for=[*except_for, "modes"])

@@ -28,11 +28,7 @@ def _check(owner: Any, *, above: tuple[str, ...] = (), may_be_zero: tuple[str, .
 
 @dataclass(frozen=True)
 class SelfHosted:
-    """Your own GPU server; rates are measured output tokens a second of all requests together.
-
-    Raises:
-        DFlowError: A value that is no price, rate or share.
-    """
+    """Your own GPU server; rates are measured output tokens a second of all requests together."""
 
     gpu_price_per_hour: Annotated[float, typer.Option(help="Of your server's GPUs together.")]
     plain_tps: Annotated[float, typer.Option(help="Measured output tokens a second of your server, no drafter.")]
@@ -83,11 +79,7 @@ class SelfHosted:
 
 @dataclass(frozen=True)
 class Hosted:
-    """A provider's bill, per million output tokens or per second of a dedicated deployment.
-
-    Raises:
-        DFlowError: No price, two of them, or seconds without the throughput that they buy.
-    """
+    """A provider's bill, per million output tokens or per second of a dedicated deployment."""
 
     hosted_per_million: Annotated[float | None, typer.Option(help="Hosted price of a million output tokens.")] = None
     hosted_per_second: Annotated[float | None, typer.Option(help="Or hosted price of a second.")] = None

@@ -37,11 +37,7 @@ OK, STALLED, CUT, MALFORMED, REFUSED, UNREACHABLE, EMPTY = (
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """How a load is put on an endpoint.
-
-    Raises:
-        DFlowError: An address or a number that makes no load.
-    """
+    """How a load is put on an endpoint."""
 
     url: Annotated[str, typer.Option("--endpoint", help="Address of an OpenAI-compatible server, up to and with /v1.")]
     model: Annotated[str, typer.Option(help="As the server calls it.")]

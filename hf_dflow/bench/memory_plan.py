@@ -35,9 +35,6 @@ class Load:
             hold before it is compacted.
         tensor_parallel_size, draft_tensor_parallel_size (`int`, *optional*, default to 1): GPUs that share matrices
             and heads of target and drafter; norms and biases lie on each.
-
-    Raises:
-        DFlowError: A number that cannot be served.
     """
 
     max_model_len: int
@@ -96,12 +93,7 @@ class MemoryPlan:
 
 
 def make_plan(target: PreTrainedConfig, drafter: DFlowDrafterConfig, load: Load) -> MemoryPlan:
-    """Count the memory of a pair from its two configurations.
-
-    Raises:
-        PairMismatchError: The two do not fit together.
-        DFlowError: The target's cache is not the keys and values of attention.
-    """
+    """Count the memory of a pair from its two configurations."""
     text = target.get_text_config()
     dtype = dtype_named(load.dtype) if load.dtype else getattr(text, "dtype", None) or torch.float32
     size, vocab, hidden, num_layers = dtype.itemsize, text.vocab_size, text.hidden_size, text.num_hidden_layers
@@ -139,9 +131,6 @@ def cache_bytes(text: Any, tokens: int, size: int, gpus: int = 1) -> int:
     Args:
         text (`PreTrainedConfig`): The text part of a target's configuration.
         size (`int`): Bytes of a number.
-
-    Raises:
-        DFlowError: A layer caches something else.
     """
     if getattr(text, "kv_lora_rank", None):
         raise DFlowError(f"{text.model_type} compresses keys and values, which this plan cannot count; measure it")
@@ -191,11 +180,7 @@ def read_target(source: str | Path) -> PreTrainedConfig:
 
 
 def read_drafter(source: str | Path) -> DFlowDrafterConfig:
-    """A drafter's configuration in any supported format; no weights are read.
-
-    Raises:
-        DFlowError: The format keeps in its weights what the plan must know.
-    """
+    """A drafter's configuration in any supported format; no weights are read."""
     path = Path(source)
     return read_drafter_config(path.parent if path.is_file() else source)
 

@@ -38,11 +38,7 @@ TemperaturesOption = Annotated[
 
 @dataclass
 class PairOptions:
-    """Which pair decodes, and how.
-
-    Raises:
-        DFlowError: A name can neither be a folder nor a Hub name, or stands beside --tiny.
-    """
+    """Which pair decodes, and how."""
 
     target: TargetOption = None
     drafter: DrafterOption = None

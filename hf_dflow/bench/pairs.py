@@ -69,11 +69,7 @@ def load_pair(
     device: str | torch.device = "cpu",
     thinking: bool | None = None,
 ) -> Pair:
-    """A target and its drafter; by default SmolLM2-135M-Instruct and the bundled one.
-
-    Raises:
-        DFlowError: SmolLM2's package is missing, the drafter cannot be loaded, or there is no such device.
-    """
+    """A target and its drafter; by default SmolLM2-135M-Instruct and the bundled one."""
     device = usable_device(device)
     source = target or smollm2_folder()
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
@@ -87,22 +83,14 @@ def load_pair(
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name.
-
-    Raises:
-        DFlowError: It is none of [`DTYPES`].
-    """
+    """The dtype of that name."""
     if name not in DTYPES:
         raise DFlowError(f"dtype {name} is unknown; use one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        DFlowError: There is no such device on this machine.
-    """
+    """The device of that name."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -67,9 +67,6 @@ def probe_text(drafter: DFlowDrafter, target: Any, token_ids: Sequence[int], pro
     """Count on one text that `target` wrote greedily behind a prompt of `prompt_length` tokens.
 
     All blocks of the text are drafted, and verified by the target, in one forward each; a step is then a look-up.
-
-    Raises:
-        DFlowError: The two lie on different devices.
     """
     places = {parameter.device for model in (drafter, target) for parameter in model.parameters()}
     if len(places) > 1 or target.device.type == "meta":

@@ -26,11 +26,7 @@ KINDS = {
 
 
 def read_evidence(paths: list[Path], **stated: Any) -> Evidence:
-    """What the records in files show, and what the user states.
-
-    Raises:
-        DFlowError: A file is no record, or was given twice.
-    """
+    """What the records in files show, and what the user states."""
     if len({path.resolve() for path in paths}) < len(paths):
         raise DFlowError("a record was given twice; give each once")
     records: dict[str, Any] = {kind: {} for kind in KINDS}
@@ -46,11 +42,7 @@ def read_evidence(paths: list[Path], **stated: Any) -> Evidence:
 
 
 def read_text(path: Path) -> str:
-    """The text in a file.
-
-    Raises:
-        DFlowError: It is not UTF-8.
-    """
+    """The text in a file."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -58,11 +50,7 @@ def read_text(path: Path) -> str:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        DFlowError: It holds none.
-    """
+    """The JSON object in a file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -73,11 +61,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def kind_of(record: Mapping[str, Any], path: Path) -> str:
-    """Which command wrote a record: one of [`KINDS`].
-
-    Raises:
-        DFlowError: None of them.
-    """
+    """Which command wrote a record: one of [`KINDS`]."""
     for kind, key in KINDS.items():
         if key in record:
             return kind
@@ -85,11 +69,7 @@ def kind_of(record: Mapping[str, Any], path: Path) -> str:
 
 
 def render(evidence: Evidence, *, with_plots: bool = True) -> str:
-    """The HTML file. It loads nothing when it is opened: pictures are embedded.
-
-    Raises:
-        DFlowError: Nothing was given, or a record is incomplete.
-    """
+    """The HTML file. It loads nothing when it is opened: pictures are embedded."""
     # Names and prompts in records may hold markup: everything is escaped.
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)

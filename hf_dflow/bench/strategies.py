@@ -43,11 +43,7 @@ class Mode:
 
 
 def modes_of(temperatures: Sequence[float], rules: Sequence[str]) -> list[Mode]:
-    """Greedy decoding once, and each temperature above 0 with each verification rule.
-
-    Raises:
-        DFlowError: A rule or a temperature that does not exist.
-    """
+    """Greedy decoding once, and each temperature above 0 with each verification rule."""
     unknown = [rule for rule in rules if rule not in SAMPLING_RULES]
     if unknown or not rules:
         raise DFlowError(f"--verification {', '.join(unknown)}: use one or more of {', '.join(SAMPLING_RULES)}")

@@ -60,11 +60,7 @@ class Point:
 
 
 def split_block_sizes(pair: Pair, block_sizes: Sequence[int]) -> tuple[list[int], dict[str, str]]:
-    """The block sizes that the drafter can draft, and why each other one is left out.
-
-    Raises:
-        DFlowError: A number is no block size, or none is left.
-    """
+    """The block sizes that the drafter can draft, and why each other one is left out."""
     longest = pair.drafter.config.drafts_per_block + 1
     allowed = [size for size in sorted(set(block_sizes)) if 2 <= size <= longest]
     if not allowed or min(block_sizes) < 2:
@@ -90,9 +86,6 @@ def sweep(
 
     Returns:
         `dict`: For JSON: `points`, `best` by condition and task, `left_out` block sizes, `conditions` of each run.
-
-    Raises:
-        DFlowError: A value that cannot be measured, before anything is.
     """
     sizes, left_out = split_block_sizes(pair, block_sizes)
     modes_of(temperatures, verifications)

