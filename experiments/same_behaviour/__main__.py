@@ -104,11 +104,19 @@ def show(groups: dict[str, Group], console: Console) -> bool:
     return all(group.verdict == "identical" for group in groups.values())
 
 
-def start(checkout: Path, *arguments: str) -> subprocess.Popen:
-    """Run `child` with the `hf_dflow` of `checkout`, but with the `experiments` of this one."""
-    code = (
+CHILD = "from experiments.same_behaviour.child import main; main(*sys.argv[1:])"
+
+
+def start(checkout: Path, *arguments: str, code: str = CHILD, piped: bool = False) -> subprocess.Popen:
+    """Run `code` with the `hf_dflow` of `checkout`, but with the `experiments` of this one.
+
+    Args:
+        arguments (`str`): Of the process, behind the checkout's path.
+        piped (`bool`): Whether lines are exchanged over standard input and output.
+    """
+    prelude = (
         f"import sys; sys.path[:1] = [{str(ROOT)!r}]; import experiments.same_behaviour; "
-        f"sys.path[:1] = [{str(checkout)!r}]; from experiments.same_behaviour.child import main; main(*sys.argv[1:])"
+        f"sys.path[:1] = [{str(checkout)!r}]; "
     )
     environment = {
         **os.environ,
@@ -118,7 +126,9 @@ def start(checkout: Path, *arguments: str) -> subprocess.Popen:
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return subprocess.Popen([sys.executable, "-c", code, str(checkout), *arguments], cwd=checkout, env=environment)
+    pipe = subprocess.PIPE if piped else None
+    command = [sys.executable, "-c", prelude + code, str(checkout), *arguments]
+    return subprocess.Popen(command, cwd=checkout, env=environment, text=True, stdin=pipe, stdout=pipe)
 
 
 def wait(*processes: subprocess.Popen) -> None:

@@ -256,6 +256,8 @@ def shift_left(
         `tuple[torch.Tensor, torch.Tensor]`: The moved rows, same shape, and `(B, T)` which of them exist.
     """
     source = shift[:, None] + torch.arange(rows.shape[1], device=rows.device)
-    last = torch.full_like(shift, rows.shape[1] - 1) if lengths is None else lengths - 1
-    exists, index = source <= last[:, None], torch.minimum(source, last[:, None]).clamp(min=0)
+    if lengths is None:
+        exists, index = source < rows.shape[1], source.clamp(max=rows.shape[1] - 1)
+    else:
+        exists, index = source < lengths[:, None], source.clamp(max=lengths[:, None] - 1).clamp(min=0)
     return rows[torch.arange(rows.shape[0], device=rows.device)[:, None], index], exists
