@@ -16,6 +16,7 @@ from scripted_drafters import (  # noqa: F401 - tests take all of the kit from h
     scripted_steps,
 )
 from tokenizers import Tokenizer, decoders, models
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -185,12 +186,24 @@ def shared_drafter(
     return _remember(tiny_drafter(shared_target(family), block_size, relay, **overrides))
 
 
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the weights, for `assert_weights`."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """`model` has exactly these weights."""
+    now = model.state_dict()
+    assert now.keys() == weights.keys()
+    changed = [name for name in weights if not torch.equal(now[name], weights[name])]
+    assert not changed, f"a test or a call changed {', '.join(changed)} of a {type(model).__name__}"
+
+
 _SHARED: list[tuple[PreTrainedModel, dict, tuple]] = []  # models, their weights and their settings when they were built
 
 
 def _remember(model):
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    _SHARED.append((model, weights, _settings(model)))
+    _SHARED.append((model, weights_of(model), _settings(model)))
     return model
 
 
@@ -202,8 +215,7 @@ def assert_shared_models_unchanged() -> None:
     """No test has changed a shared model's weights, configuration or generation settings."""
     for model, weights, settings in _SHARED:
         assert _settings(model) == settings, f"a test changed the settings of a shared {type(model).__name__}"
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, weights[name]), f"a test changed {name} of a shared {type(model).__name__}"
+        assert_weights(model, weights)
 
 
 def plain_greedy(target, input_ids: torch.Tensor, max_new_tokens: int, **kwargs):
@@ -296,6 +308,17 @@ class RecordingStreamer(BaseStreamer):
 def our_warnings(caplog) -> list[str]:
     """What the package has logged as warnings."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dflow")]
+
+
+class FakeQuantized(nn.Module):
+    """A head of which only `forward` can be used."""
+
+    def __init__(self, dense: nn.Linear):
+        super().__init__()
+        self._hidden = [dense]
+
+    def forward(self, states):
+        return self._hidden[0](states)
 
 
 class ContextRecorder:

@@ -2,26 +2,17 @@
 
 import itertools
 
+import kit
 import pytest
 import torch
 from batches import LENGTHS, following, generate, new_tokens_of, padded, prompt, said, target_of
-from kit import (
-    HostileDrafter,
-    NudgedDrafter,
-    OracleDrafter,
-    PatternDrafter,
-    assert_not_vacuous,
-    dflow_greedy,
-    scripted_steps,
-    tiny_drafter,
-)
 
 from hf_dflow import DFlowDrafter
 
 NEW_TOKENS = 24
 PATTERN = [7, 0, 3, 5, 2]
 ROWS = {1: [1], 2: [0, 1], 5: [0, 1, 2, 3, 4]}
-DRAFTERS = [OracleDrafter, HostileDrafter, PatternDrafter, NudgedDrafter]
+DRAFTERS = [kit.OracleDrafter, kit.HostileDrafter, kit.PatternDrafter, kit.NudgedDrafter]
 FLOAT32 = 1e-5  # norms run in float32 inside a float64 model
 
 
@@ -44,29 +35,29 @@ def test_rows_say_what_they_say_alone(batch_size, drafter_class):
     output = generate(rows, drafter, NEW_TOKENS)
     assert_rows_are_alone(output, rows)
     lengths = [row.per_step_accepted for row in output.statistics.per_row]
-    if drafter_class is PatternDrafter:
-        expected = [scripted_steps(turned(PATTERN, i), 8, NEW_TOKENS) for i in range(batch_size)]
+    if drafter_class is kit.PatternDrafter:
+        expected = [kit.scripted_steps(turned(PATTERN, i), 8, NEW_TOKENS) for i in range(batch_size)]
         assert [(row.per_step_accepted, row.per_step_drafted, row.num_target_forwards)
                 for row in output.statistics.per_row] == expected  # fmt: skip
         assert batch_size == 1 or lengths[0] != lengths[1]
     for i, row in enumerate(rows):
         alone = following(drafter_class, [row], NEW_TOKENS, pattern=turned(PATTERN, i))
         assert lengths[i] == generate([row], alone, NEW_TOKENS).statistics.per_step_accepted
-    if drafter_class in (PatternDrafter, NudgedDrafter):
+    if drafter_class in (kit.PatternDrafter, kit.NudgedDrafter):
         for statistics in output.statistics.per_row:
-            assert_not_vacuous(statistics)
+            kit.assert_not_vacuous(statistics)
 
 
 def test_pad_token_that_is_the_end_of_text():
     """B1: padding recognised by its id, which an ordinary token may have."""
     rows, eos = [1, 3, 0], said(1, NEW_TOKENS)[9]
-    drafter = following(PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN, offset=2)
+    drafter = following(kit.PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN, offset=2)
     output = generate(rows, drafter, NEW_TOKENS, eos_token_id=eos, pad_token_id=eos)
     longest = max(len(said(row, NEW_TOKENS, [eos])) for row in rows)
     for i, row in enumerate(rows):
         expected = said(row, NEW_TOKENS, [eos])
         assert new_tokens_of(output, i, rows) == expected + [eos] * (longest - len(expected))
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
 
 
 def test_right_padding_is_as_in_transformers(caplog):
@@ -77,7 +68,7 @@ def test_right_padding_is_as_in_transformers(caplog):
     mask = (torch.arange(7) < torch.tensor([[3], [7]])).long()
     plain = target.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     caplog.clear()
-    output = dflow_greedy(target, tiny_drafter(target), ids, attention_mask=mask, max_new_tokens=12)
+    output = kit.dflow_greedy(target, kit.tiny_drafter(target), ids, attention_mask=mask, max_new_tokens=12)
     assert torch.equal(output.sequences, plain)
     assert "right-padding" in caplog.text
 
@@ -87,20 +78,20 @@ def test_neighbours_do_not_matter(batch_size):
     """B3: draft state or masks that leak between rows: acceptance falls, or text changes, with the neighbours."""
     rows = list(range(batch_size))
     kept = 1  # a row in the middle of what follows
-    alone = generate([kept], following(NudgedDrafter, [kept], NEW_TOKENS), NEW_TOKENS)
+    alone = generate([kept], following(kit.NudgedDrafter, [kept], NEW_TOKENS), NEW_TOKENS)
     expected = (said(kept, NEW_TOKENS), alone.statistics.per_step_accepted)
-    assert_not_vacuous(alone.statistics)
+    kit.assert_not_vacuous(alone.statistics)
     permuted = [*rows[2:], kept, rows[0]]
     replaced = [(row + 5) % 8 if row != kept else row for row in rows]
     duplicated = [kept] * batch_size
     for batch in (rows, permuted, replaced, duplicated):
-        output = generate(batch, following(NudgedDrafter, batch, NEW_TOKENS), NEW_TOKENS)
+        output = generate(batch, following(kit.NudgedDrafter, batch, NEW_TOKENS), NEW_TOKENS)
         for i in (j for j, row in enumerate(batch) if row == kept):
             found = (new_tokens_of(output, i, batch), output.statistics.per_row[i].per_step_accepted)
             assert found == expected, batch
 
 
-class RecordedDrafter(PatternDrafter):
+class RecordedDrafter(kit.PatternDrafter):
     """Keeps the real logits of each block, by row of the batch and position."""
 
     def compute_logits(self, hidden, target_head):
@@ -140,7 +131,7 @@ def test_a_finished_row_leaves_the_batch(forwards):
     """B4: rows that end early go on costing a share of every forward, or go on being counted."""
     rows = [1, 0, 3]
     eos = next(token for token in said(1, NEW_TOKENS)[2:] if token not in said(0, NEW_TOKENS))
-    drafter = following(PatternDrafter, rows, NEW_TOKENS, pattern=[2, 0, 1])
+    drafter = following(kit.PatternDrafter, rows, NEW_TOKENS, pattern=[2, 0, 1])
     forwards.clear()
     statistics = generate(rows, drafter, NEW_TOKENS, eos_token_id=eos, pad_token_id=0).statistics
     batch_sizes = [kwargs["input_ids"].shape[0] for kwargs in forwards]
@@ -157,11 +148,11 @@ def test_rows_stay_themselves_when_a_neighbour_leaves():
     rows = [1, 0, 3]
     eos = [next(token for token in said(1, NEW_TOKENS)[3:] if token not in said(0, NEW_TOKENS))]
     options = {"eos_token_id": eos, "pad_token_id": 0}
-    output = generate(rows, following(NudgedDrafter, rows, NEW_TOKENS), NEW_TOKENS, **options)
+    output = generate(rows, following(kit.NudgedDrafter, rows, NEW_TOKENS), NEW_TOKENS, **options)
     assert len(said(1, NEW_TOKENS, eos)) < NEW_TOKENS
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
     for i, row in enumerate(rows):
-        alone = generate([row], following(NudgedDrafter, [row], NEW_TOKENS), NEW_TOKENS, **options)
+        alone = generate([row], following(kit.NudgedDrafter, [row], NEW_TOKENS), NEW_TOKENS, **options)
         expected = alone.sequences[0, LENGTHS[row] :].tolist()
         assert new_tokens_of(output, i, rows)[: len(expected)] == expected
         assert output.statistics.per_row[i].per_step_accepted == alone.statistics.per_step_accepted
@@ -187,7 +178,7 @@ def test_ends_in_the_middle_at_the_bonus_and_never(kind):
     rows, eos = three_endings()
     if kind != "list":
         eos = [next(t for t in range(1, 63) if all(t not in said(row, NEW_TOKENS) for row in rows)), *eos]
-    drafter = following(PatternDrafter, rows, NEW_TOKENS, pattern=[4, 2, 0])
+    drafter = following(kit.PatternDrafter, rows, NEW_TOKENS, pattern=[4, 2, 0])
     output = generate(rows, drafter, NEW_TOKENS, eos_token_id=eos, pad_token_id=0)
     for i, row in enumerate(rows):
         expected = said(row, NEW_TOKENS, eos)
@@ -195,14 +186,16 @@ def test_ends_in_the_middle_at_the_bonus_and_never(kind):
     lengths = [len(said(row, NEW_TOKENS, eos)) for row in rows]
     assert [row.num_output_tokens for row in output.statistics.per_row] == lengths
     assert [row.per_step_accepted[0] for row in output.statistics.per_row] == [lengths[0] - 1, 4, 4]
-    assert_not_vacuous(output.statistics.per_row[2])
+    kit.assert_not_vacuous(output.statistics.per_row[2])
 
 
 def test_the_output_is_as_long_as_the_longest_row():
     """B4: columns of nothing but padding up to the length limit."""
     rows, eos = three_endings()
     rows = rows[:2]
-    output = generate(rows, following(OracleDrafter, rows, NEW_TOKENS), NEW_TOKENS, eos_token_id=eos, pad_token_id=0)
+    output = generate(
+        rows, following(kit.OracleDrafter, rows, NEW_TOKENS), NEW_TOKENS, eos_token_id=eos, pad_token_id=0
+    )
     assert output.sequences.shape == (2, max(LENGTHS[row] for row in rows) + 6)
 
 
@@ -211,7 +204,7 @@ def test_holes_stay_few(forwards, block_size):
     """Columns of rejected drafts that pile up: a row costs more than 4/3 of the longest row's tokens and a block."""
     rows, new_tokens = [0, 1, 3, 6], 100
     pattern = [block_size - 1, 0, 0, 0, 0, 0, 0]
-    drafter = following(PatternDrafter, rows, new_tokens, block_size=block_size, pattern=pattern, offset=2)
+    drafter = following(kit.PatternDrafter, rows, new_tokens, block_size=block_size, pattern=pattern, offset=2)
     forwards.clear()
     output = generate(rows, drafter, new_tokens)
     steps, had_holes = forwards[1:], False
@@ -232,10 +225,10 @@ def test_rows_of_one_batch_end_at_one_limit():
     """A shorter last block for one row cut short for all, or drafts beyond a row's own limit that count."""
     rows, limit = [0, 1, 3], 11
     ids, mask = padded([prompt(row) for row in rows])
-    drafter = following(PatternDrafter, rows, limit, pattern=PATTERN, offset=2)
-    output = dflow_greedy(target_of(), drafter, ids, attention_mask=mask, max_length=ids.shape[1] + limit)
+    drafter = following(kit.PatternDrafter, rows, limit, pattern=PATTERN, offset=2)
+    output = kit.dflow_greedy(target_of(), drafter, ids, attention_mask=mask, max_length=ids.shape[1] + limit)
     assert_rows_are_alone(output, rows, limit)
     for i, row in enumerate(output.statistics.per_row):
-        assert (row.per_step_accepted, row.per_step_drafted, row.num_target_forwards) == scripted_steps(
+        assert (row.per_step_accepted, row.per_step_drafted, row.num_target_forwards) == kit.scripted_steps(
             turned(PATTERN, i), 8, limit
         )

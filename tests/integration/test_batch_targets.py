@@ -1,24 +1,14 @@
 """Families of targets: together where rows can keep their own pace, one by one with a warning elsewhere, or refused."""
 
+import kit
 import pytest
 import torch
 from batches import padded
-from kit import (
-    NudgedDrafter,
-    PatternDrafter,
-    assert_not_vacuous,
-    dflow_greedy,
-    plain_greedy,
-    prompt_of,
-    tiny_drafter,
-    tiny_target,
-)
-from torch import nn
 
 from hf_dflow import UnsupportedGenerationError
 
 NEW_TOKENS = 20
-PROMPTS = [prompt_of(length, seed=length) for length in (3, 12, 1)]  # 12 and 20 more cross the window of 8
+PROMPTS = [kit.prompt_of(length, seed=length) for length in (3, 12, 1)]  # 12 and 20 more cross the window of 8
 WIDTH = 12
 TOGETHER = ("llama", "qwen3", "gpt2", "mixtral", "qwen3_moe")
 ONE_BY_ONE = ("mistral_sliding", "gemma", "gemma_sliding", "phi3")
@@ -30,32 +20,32 @@ def target_for(family: str):
     Phi-3 has a prepare_inputs_for_generation of its own, of which nobody knows what holes do to it.
     """
     if "gemma" in family:
-        return tiny_target(family, dtype=torch.float32)
+        return kit.tiny_target(family, dtype=torch.float32)
     has_experts = family in ("mixtral", "qwen3_moe")
-    return tiny_target(family, attention="sdpa", dtype=torch.float32 if has_experts else torch.float64)
+    return kit.tiny_target(family, attention="sdpa", dtype=torch.float32 if has_experts else torch.float64)
 
 
 def texts_of(target):
-    return [(plain_greedy(target, one, NEW_TOKENS + 8), one.shape[1]) for one in PROMPTS]
+    return [(kit.plain_greedy(target, one, NEW_TOKENS + 8), one.shape[1]) for one in PROMPTS]
 
 
 def batch(target, drafter, **options):
     ids, mask = padded(PROMPTS)
-    return dflow_greedy(target, drafter, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **options)
+    return kit.dflow_greedy(target, drafter, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **options)
 
 
-@pytest.mark.parametrize("drafter_class", [PatternDrafter, NudgedDrafter])
+@pytest.mark.parametrize("drafter_class", [kit.PatternDrafter, kit.NudgedDrafter])
 @pytest.mark.parametrize("family", TOGETHER + ONE_BY_ONE)
 def test_every_family_decodes_batches(family, drafter_class, caplog):
     """Positions, windows, experts or rotary tables that depend on holes, on padding or on the longest row."""
     target = target_for(family)
-    drafter = tiny_drafter(target, 8, drafter_class=drafter_class)
+    drafter = kit.tiny_drafter(target, 8, drafter_class=drafter_class)
     drafter.pattern, drafter.offset = [3, 0, 7, 1, 5], 2 if family in TOGETHER else 0
     texts = texts_of(target)
     output = batch(target, drafter.follow_rows(texts))
     for row, (text, length) in enumerate(texts):
         assert output.sequences[row, WIDTH:].tolist() == text[0, length : length + NEW_TOKENS].tolist()
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
     row_by_row = [record for record in caplog.records if "row by row" in record.getMessage()]
     assert len(row_by_row) == (family in ONE_BY_ONE)
     forwards = [row.num_target_forwards for row in output.statistics.per_row]
@@ -72,8 +62,8 @@ def test_rows_one_by_one_share_nothing_but_the_call(caplog):
         "output_scores": True,
         "output_hidden_states": True,
     }
-    plain = plain_greedy(target, ids, return_dict_in_generate=True, **options)
-    output = dflow_greedy(target, tiny_drafter(target), ids, **options)
+    plain = kit.plain_greedy(target, ids, return_dict_in_generate=True, **options)
+    output = kit.dflow_greedy(target, kit.tiny_drafter(target), ids, **options)
     assert torch.equal(output.sequences, plain.sequences)
     for ours, theirs in zip(output.scores, plain.scores, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -81,7 +71,7 @@ def test_rows_one_by_one_share_nothing_but_the_call(caplog):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     torch.manual_seed(0)
     sampled = target.generate(
-        prompt_of(5), assistant_model=tiny_drafter(target), speculation_type="dflow", do_sample=True,
+        kit.prompt_of(5), assistant_model=kit.tiny_drafter(target), speculation_type="dflow", do_sample=True,
         num_return_sequences=3, max_new_tokens=8, temperature=2.0,
     )  # fmt: skip
     assert len({tuple(row) for row in sampled.tolist()}) == 3
@@ -90,11 +80,11 @@ def test_rows_one_by_one_share_nothing_but_the_call(caplog):
 def test_a_filled_cache_of_a_batch_that_goes_one_by_one_is_refused():
     """A prefix that is forgotten, which changes the text."""
     target = target_for("mistral_sliding")
-    held = target(torch.cat([prompt_of(4)] * 2), use_cache=True)
+    held = target(torch.cat([kit.prompt_of(4)] * 2), use_cache=True)
     name = next(name for name in ("cache", "past_key_values") if name in held)
     with pytest.raises(UnsupportedGenerationError, match="row by row"):
         target.generate(
-            torch.cat([prompt_of(9)] * 2), assistant_model=tiny_drafter(target), speculation_type="dflow",
+            torch.cat([kit.prompt_of(9)] * 2), assistant_model=kit.tiny_drafter(target), speculation_type="dflow",
             max_new_tokens=4, **{name: held[name]},
         )  # fmt: skip
 
@@ -106,47 +96,34 @@ def test_rotary_tables_that_change_with_the_length(kind):
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
     positions = 16 if kind == "dynamic" else 32
-    target = tiny_target(rope_parameters=rope, max_position_embeddings=positions)
-    drafter, prompt = tiny_drafter(target, 4), prompt_of(5)
+    target = kit.tiny_target(rope_parameters=rope, max_position_embeddings=positions)
+    drafter, prompt = kit.tiny_drafter(target, 4), kit.prompt_of(5)
     with pytest.raises(UnsupportedGenerationError, match="at most 16"):
-        dflow_greedy(target, drafter, prompt, max_length=17)
-    text = plain_greedy(target, prompt, 11)
-    assert torch.equal(dflow_greedy(target, drafter, prompt, max_length=16).sequences, text)
+        kit.dflow_greedy(target, drafter, prompt, max_length=17)
+    text = kit.plain_greedy(target, prompt, 11)
+    assert torch.equal(kit.dflow_greedy(target, drafter, prompt, max_length=16).sequences, text)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_linear_attention_is_refused(batch_size):
     """Rejected drafts left in a recurrent state; or noticed only after the prompt has been computed."""
-    target, calls = tiny_target("qwen3_next", dtype=torch.float32), []
+    target, calls = kit.tiny_target("qwen3_next", dtype=torch.float32), []
     target.model.register_forward_pre_hook(lambda *_: calls.append(1))
     with pytest.raises(UnsupportedGenerationError, match=r"linear|recurrent") as error:
-        dflow_greedy(target, tiny_drafter(target), prompt_of(5).repeat(batch_size, 1), max_new_tokens=4)
+        kit.dflow_greedy(target, kit.tiny_drafter(target), kit.prompt_of(5).repeat(batch_size, 1), max_new_tokens=4)
     assert not calls and "\n" not in str(error.value)
-
-
-class QuantisedHead(nn.Module):
-    """Exposes nothing but forward(), as a packed head does."""
-
-    def __init__(self, head: nn.Linear):
-        super().__init__()
-        scale = head.weight.abs().amax(dim=1, keepdim=True) / 127
-        self.register_buffer("packed", (head.weight / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-
-    def forward(self, hidden):
-        return hidden @ (self.packed.to(hidden.dtype) * self.scale).T
 
 
 def test_quantised_head():
     """C8 in a batch: code that reads a weight matrix of the head."""
     target = target_for("llama")
-    target.lm_head = QuantisedHead(target.lm_head)
+    target.lm_head = kit.FakeQuantized(target.lm_head)
     texts = texts_of(target)
-    drafter = tiny_drafter(target, 8, drafter_class=NudgedDrafter).follow_rows(texts)
+    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.NudgedDrafter).follow_rows(texts)
     output = batch(target, drafter)
     for row, (text, length) in enumerate(texts):
         assert output.sequences[row, WIDTH:].tolist() == text[0, length : length + NEW_TOKENS].tolist()
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -155,8 +132,8 @@ def test_peft_wrapped_target(batch_size):
     adapter."""
     peft = pytest.importorskip("peft")
     base = target_for("llama")
-    plain_base = [plain_greedy(base, one, NEW_TOKENS)[0, one.shape[1] :].tolist() for one in PROMPTS]
-    drafter = tiny_drafter(base, 8, drafter_class=NudgedDrafter)
+    plain_base = [kit.plain_greedy(base, one, NEW_TOKENS)[0, one.shape[1] :].tolist() for one in PROMPTS]
+    drafter = kit.tiny_drafter(base, 8, drafter_class=kit.NudgedDrafter)
     config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -175,7 +152,7 @@ def test_peft_wrapped_target(batch_size):
         )  # fmt: skip
         for row, (text, length) in enumerate(texts):
             assert output.sequences[row, width:].tolist() == text[0, length : length + NEW_TOKENS].tolist()
-        assert_not_vacuous(output.statistics)
+        kit.assert_not_vacuous(output.statistics)
         return [text[0, length : length + NEW_TOKENS].tolist() for text, length in texts]
 
     assert both() != plain_base[:batch_size]
@@ -189,13 +166,17 @@ def test_prompt_tuning_is_refused():
     """Virtual tokens that no position of ours counts."""
     peft = pytest.importorskip("peft")
     base, calls = target_for("llama"), []
-    drafter = tiny_drafter(base)
+    drafter = kit.tiny_drafter(base)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     target = peft.get_peft_model(base, config).double().eval()
     base.model.register_forward_pre_hook(lambda *_: calls.append(1))
     with pytest.raises(UnsupportedGenerationError, match="prompt tuning"):
         target.generate(
-            input_ids=prompt_of(5), assistant_model=drafter, speculation_type="dflow", max_new_tokens=4, do_sample=False
+            input_ids=kit.prompt_of(5),
+            assistant_model=drafter,
+            speculation_type="dflow",
+            max_new_tokens=4,
+            do_sample=False,
         )
     assert not calls
 
@@ -206,12 +187,12 @@ def test_flash_attention():
     pytest.importorskip("flash_attn")
     texts = {}
     for attention in ("sdpa", "flash_attention_2"):
-        target = tiny_target("llama", attention=attention, dtype=torch.bfloat16).cuda()
-        drafter = tiny_drafter(target, 8, drafter_class=PatternDrafter).cuda()
+        target = kit.tiny_target("llama", attention=attention, dtype=torch.bfloat16).cuda()
+        drafter = kit.tiny_drafter(target, 8, drafter_class=kit.PatternDrafter).cuda()
         drafter.pattern, drafter.offset = [3, 0, 7, 1, 5], 2
         ids, mask = (part.cuda() for part in padded(PROMPTS))
-        alone = [(plain_greedy(target, one.cuda(), NEW_TOKENS + 8), one.shape[1]) for one in PROMPTS]
-        output = dflow_greedy(
+        alone = [(kit.plain_greedy(target, one.cuda(), NEW_TOKENS + 8), one.shape[1]) for one in PROMPTS]
+        output = kit.dflow_greedy(
             target, drafter.follow_rows(alone), ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, output_logits=True
         )
         texts[attention] = torch.stack(output.logits[:4])

@@ -5,33 +5,18 @@ Static caches: test_static_cache.py.
 
 import copy
 
+import kit
 import pytest
 import torch
 from batches import LENGTHS, following, generate, new_tokens_of, padded, prompt, said, target_of, text
 from internals import STATIC_IS_CROPPABLE, is_croppable
-from kit import (
-    CACHE,
-    NudgedDrafter,
-    OracleDrafter,
-    PatternDrafter,
-    assert_not_vacuous,
-    cache_of,
-    dflow_greedy,
-    our_warnings,
-    plain_greedy,
-    prompt_of,
-    scripted,
-    shared_target,
-    tiny_drafter,
-    tiny_target,
-)
 from transformers import DynamicCache, StoppingCriteriaList
 
 from hf_dflow import UnsupportedGenerationError
 
 NEW_TOKENS = 24
 PATTERN = [3, 0, 7, 1, 5]
-LONG, HALF = prompt_of(13, seed=8), 6
+LONG, HALF = kit.prompt_of(13, seed=8), 6
 FAMILIES = ("llama", "gpt2", "gemma_sliding", "mistral_sliding")
 FLOAT32 = 1e-5  # norms and eager softmax run in float32 inside a float64 model
 
@@ -48,21 +33,21 @@ def assert_layers_equal(held, expected):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_returned_cache_continues(family):
     """A returned cache with rejected rows, or with one row too few, under the text it belongs to."""
-    target = shared_target(family)
-    plain = plain_greedy(target, LONG, NEW_TOKENS, return_dict_in_generate=True)
-    drafter = scripted(PatternDrafter, target, LONG, NEW_TOKENS, pattern=PATTERN)
-    output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS)
-    assert_not_vacuous(output.statistics)
-    held = cache_of(output)
+    target = kit.shared_target(family)
+    plain = kit.plain_greedy(target, LONG, NEW_TOKENS, return_dict_in_generate=True)
+    drafter = kit.scripted(kit.PatternDrafter, target, LONG, NEW_TOKENS, pattern=PATTERN)
+    output = kit.dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS)
+    kit.assert_not_vacuous(output.statistics)
+    held = kit.cache_of(output)
     assert isinstance(held, DynamicCache)
     assert held.get_seq_length() == LONG.shape[1] + NEW_TOKENS - 1
-    assert_layers_equal(held, cache_of(plain))
-    longer = plain_greedy(target, LONG, 2 * NEW_TOKENS)
+    assert_layers_equal(held, kit.cache_of(plain))
+    longer = kit.plain_greedy(target, LONG, 2 * NEW_TOKENS)
     for out in (output, plain):
-        continued = plain_greedy(target, out.sequences, NEW_TOKENS, past_key_values=cache_of(out))
+        continued = kit.plain_greedy(target, out.sequences, NEW_TOKENS, past_key_values=kit.cache_of(out))
         assert torch.equal(continued, longer)
     # A sliding layer that still recorded its past would keep every row from here on.
-    assert [layer.keys.shape for layer in held.layers] == [layer.keys.shape for layer in cache_of(plain).layers]
+    assert [layer.keys.shape for layer in held.layers] == [layer.keys.shape for layer in kit.cache_of(plain).layers]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
@@ -71,15 +56,15 @@ def test_returned_cache_continues(family):
 def test_conversation_resumes_from_a_returned_cache(family, only_new, new_tokens):
     """A returned cache that only plain decoding can use, or that is a token ahead of its text; new tokens taken for
     cached ones where `input_ids` leave out what the cache already holds."""
-    target, turn = shared_target(family, attention="sdpa"), prompt_of(new_tokens, seed=5)
-    first = dflow_greedy(target, scripted(NudgedDrafter, target, LONG, 12), LONG, max_new_tokens=12)
+    target, turn = kit.shared_target(family, attention="sdpa"), kit.prompt_of(new_tokens, seed=5)
+    first = kit.dflow_greedy(target, kit.scripted(kit.NudgedDrafter, target, LONG, 12), LONG, max_new_tokens=12)
     whole = torch.cat([first.sequences, turn], dim=1)
-    held = cache_of(first)
+    held = kit.cache_of(first)
     ids = whole[:, held.get_seq_length() :] if only_new else whole
-    drafter = scripted(OracleDrafter, target, whole, NEW_TOKENS)
-    options = {"attention_mask": torch.ones_like(whole), "max_new_tokens": NEW_TOKENS, CACHE: held}
-    second = dflow_greedy(target, drafter, ids, **options)
-    expected = plain_greedy(target, whole, NEW_TOKENS)
+    drafter = kit.scripted(kit.OracleDrafter, target, whole, NEW_TOKENS)
+    options = {"attention_mask": torch.ones_like(whole), "max_new_tokens": NEW_TOKENS, kit.CACHE: held}
+    second = kit.dflow_greedy(target, drafter, ids, **options)
+    expected = kit.plain_greedy(target, whole, NEW_TOKENS)
     assert second.sequences[0, ids.shape[1] :].tolist() == expected[0, whole.shape[1] :].tolist()
     assert max(second.statistics.per_step_accepted) >= 2
 
@@ -91,39 +76,39 @@ def test_conversation_resumes_from_a_returned_cache(family, only_new, new_tokens
 @pytest.mark.parametrize("knows_config", [True, False])
 def test_empty_cache_of_the_callers(family, knows_config, caplog):
     """A caller's cache replaced by another, or taken for one that holds a prefix."""
-    target = shared_target(family)
-    drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
+    target = kit.shared_target(family)
+    drafter = kit.scripted(kit.NudgedDrafter, target, LONG, NEW_TOKENS)
     held = DynamicCache(config=target.config) if knows_config else DynamicCache()
-    output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, past_key_values=held)
-    assert torch.equal(output.sequences, plain_greedy(target, LONG, NEW_TOKENS))
-    assert_not_vacuous(output.statistics)
-    assert cache_of(output) is held and held.get_seq_length() == LONG.shape[1] + NEW_TOKENS - 1
-    assert not our_warnings(caplog)
+    output = kit.dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, past_key_values=held)
+    assert torch.equal(output.sequences, kit.plain_greedy(target, LONG, NEW_TOKENS))
+    kit.assert_not_vacuous(output.statistics)
+    assert kit.cache_of(output) is held and held.get_seq_length() == LONG.shape[1] + NEW_TOKENS - 1
+    assert not kit.our_warnings(caplog)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding"])
 def test_cache_that_holds_half_the_prompt(family, caplog):
     """Positions or rows counted from the start of what is computed instead of from the start of the text."""
-    target = shared_target(family)
-    held = cache_of(plain_greedy(target, LONG[:, :HALF], 1, return_dict_in_generate=True))
+    target = kit.shared_target(family)
+    held = kit.cache_of(kit.plain_greedy(target, LONG[:, :HALF], 1, return_dict_in_generate=True))
     assert held.get_seq_length() == HALF
-    plain = plain_greedy(target, LONG, NEW_TOKENS, past_key_values=copy.deepcopy(held))
-    drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
-    output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, past_key_values=held)
+    plain = kit.plain_greedy(target, LONG, NEW_TOKENS, past_key_values=copy.deepcopy(held))
+    drafter = kit.scripted(kit.NudgedDrafter, target, LONG, NEW_TOKENS)
+    output = kit.dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, past_key_values=held)
     assert torch.equal(output.sequences, plain)
-    assert torch.equal(plain, plain_greedy(target, LONG, NEW_TOKENS))
+    assert torch.equal(plain, kit.plain_greedy(target, LONG, NEW_TOKENS))
     assert drafter.anchor_positions[0] == LONG.shape[1]
-    assert_not_vacuous(output.statistics)
-    (warning,) = our_warnings(caplog)
+    kit.assert_not_vacuous(output.statistics)
+    (warning,) = kit.our_warnings(caplog)
     assert f"already holds {HALF} tokens" in warning
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
 def test_callers_cache_holds_committed_tokens_only_after_an_exception(family):
     """Rejected or uncommitted drafts left in a cache that the caller resumes from."""
-    target, ids = shared_target(family), prompt_of(12)
-    continuation = plain_greedy(target, ids, 40)
-    drafter = tiny_drafter(target, 8, drafter_class=OracleDrafter).follow(continuation, 12)
+    target, ids = kit.shared_target(family), kit.prompt_of(12)
+    continuation = kit.plain_greedy(target, ids, 40)
+    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.OracleDrafter).follow(continuation, 12)
 
     def fails(input_ids, scores, **kwargs):
         if input_ids.shape[1] == 25:
@@ -132,10 +117,10 @@ def test_callers_cache_holds_committed_tokens_only_after_an_exception(family):
 
     cache, criteria = DynamicCache(config=target.config), StoppingCriteriaList([fails])
     with pytest.raises(KeyError):
-        dflow_greedy(target, drafter, ids, max_new_tokens=30, stopping_criteria=criteria, **{CACHE: cache})
+        kit.dflow_greedy(target, drafter, ids, max_new_tokens=30, stopping_criteria=criteria, **{kit.CACHE: cache})
     held = cache.get_seq_length()
     assert 12 <= held < 25
-    again = plain_greedy(target, continuation[:, : held + 1], 8, **{CACHE: cache})
+    again = kit.plain_greedy(target, continuation[:, : held + 1], 8, **{kit.CACHE: cache})
     assert torch.equal(again, continuation[:, : held + 9])
 
 
@@ -149,28 +134,28 @@ def test_callers_cache_holds_committed_tokens_only_after_an_exception(family):
 )  # fmt: skip
 def test_prompt_in_chunks(family, chunk_size):
     """C5: features dropped at a chunk's border, so that drafts get worse with no error."""
-    target = shared_target(family)
-    drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
-    whole = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS)
-    output = dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, prefill_chunk_size=chunk_size)
-    plain = plain_greedy(target, LONG, NEW_TOKENS, prefill_chunk_size=chunk_size)
+    target = kit.shared_target(family)
+    drafter = kit.scripted(kit.NudgedDrafter, target, LONG, NEW_TOKENS)
+    whole = kit.dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS)
+    output = kit.dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, prefill_chunk_size=chunk_size)
+    plain = kit.plain_greedy(target, LONG, NEW_TOKENS, prefill_chunk_size=chunk_size)
     assert torch.equal(output.sequences, plain) and torch.equal(plain, whole.sequences)
     assert output.statistics.per_step_accepted == whole.statistics.per_step_accepted
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
 
 
 def test_padded_batch_in_chunks():
     """C5: chunks that are padding for one row and text for another."""
     rows = [0, 1, 3]
     whole, chunked = (
-        generate(rows, following(NudgedDrafter, rows, NEW_TOKENS), NEW_TOKENS, **options)
+        generate(rows, following(kit.NudgedDrafter, rows, NEW_TOKENS), NEW_TOKENS, **options)
         for options in ({}, {"prefill_chunk_size": 5})
     )
     for i, row in enumerate(rows):
         assert new_tokens_of(chunked, i, rows) == said(row, NEW_TOKENS)
         ours, other = chunked.statistics.per_row[i], whole.statistics.per_row[i]
         assert ours.per_step_accepted == other.per_step_accepted
-    assert_not_vacuous(chunked.statistics)
+    kit.assert_not_vacuous(chunked.statistics)
 
 
 # -- batches
@@ -179,19 +164,19 @@ def test_padded_batch_in_chunks():
 def test_batch_that_resumes_from_its_cache(caplog):
     """C5: a returned cache whose rows are shifted, or hold rejected drafts; a filled cache read as an empty one."""
     rows, target = [0, 1, 3], target_of()
-    first = generate(rows, following(PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN, offset=2), NEW_TOKENS)
-    held = cache_of(first)
+    first = generate(rows, following(kit.PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN, offset=2), NEW_TOKENS)
+    held = kit.cache_of(first)
     width = max(LENGTHS[row] for row in rows)
     assert held.get_seq_length() == width and held.layers[0].keys.shape[0] == 3
     _, mask = padded([prompt(row) for row in rows])
-    turn = torch.cat([first.sequences, prompt_of(4, seed=9).expand(3, -1)], dim=1)
+    turn = torch.cat([first.sequences, kit.prompt_of(4, seed=9).expand(3, -1)], dim=1)
     mask = torch.nn.functional.pad(mask, (0, NEW_TOKENS + 4), value=1)
-    options = {"attention_mask": mask, "max_new_tokens": 12, CACHE: held}
-    second = dflow_greedy(target, tiny_drafter(target), turn, **options).sequences
+    options = {"attention_mask": mask, "max_new_tokens": 12, kit.CACHE: held}
+    second = kit.dflow_greedy(target, kit.tiny_drafter(target), turn, **options).sequences
     for i, row in enumerate(rows):
-        own = torch.cat([text(row, NEW_TOKENS), prompt_of(4, seed=9)], dim=1)
-        assert second[i, turn.shape[1] :].tolist() == plain_greedy(target, own, 12)[0, own.shape[1] :].tolist()
-    assert [f"already holds {width} tokens" in warning for warning in our_warnings(caplog)].count(True) == 1
+        own = torch.cat([text(row, NEW_TOKENS), kit.prompt_of(4, seed=9)], dim=1)
+        assert second[i, turn.shape[1] :].tolist() == kit.plain_greedy(target, own, 12)[0, own.shape[1] :].tolist()
+    assert [f"already holds {width} tokens" in warning for warning in kit.our_warnings(caplog)].count(True) == 1
 
 
 def test_cache_of_the_callers_holds_the_prompts_of_a_batch():
@@ -200,7 +185,7 @@ def test_cache_of_the_callers_holds_the_prompts_of_a_batch():
     ids, mask = padded([prompt(row) for row in rows])
     expected = DynamicCache(config=target.config)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    target(ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: expected})
+    target(ids, attention_mask=mask, position_ids=positions, use_cache=True, **{kit.CACHE: expected})
 
     def fails(input_ids, scores, **kwargs):
         if input_ids.shape[1] > ids.shape[1] + 9:
@@ -209,8 +194,8 @@ def test_cache_of_the_callers_holds_the_prompts_of_a_batch():
 
     for criteria in (None, StoppingCriteriaList([fails])):
         held = DynamicCache(config=target.config)
-        drafter = following(PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN)
-        options = {"return_dict_in_generate": False, CACHE: held}
+        drafter = following(kit.PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN)
+        options = {"return_dict_in_generate": False, kit.CACHE: held}
         if criteria is None:
             generate(rows, drafter, NEW_TOKENS, **options)
         else:
@@ -230,10 +215,10 @@ def test_cache_of_the_callers_holds_the_prompts_of_a_batch():
 def test_caches_that_are_refused(family, kind):
     """C3: rejected drafts left for good in a cache that cannot give them back, or in a window that has moved on; or an
     error after the prefill."""
-    target, calls = tiny_target(family), []
+    target, calls = kit.tiny_target(family), []
     target.model.register_forward_pre_hook(lambda *_: calls.append(1))
     with pytest.raises(UnsupportedGenerationError, match=r"layers|cache_implementation") as error:
-        dflow_greedy(target, tiny_drafter(target), LONG, max_new_tokens=4, cache_implementation=kind)
+        kit.dflow_greedy(target, kit.tiny_drafter(target), LONG, max_new_tokens=4, cache_implementation=kind)
     assert "\n" not in str(error.value) and not calls
     assert family != "llama" or "dynamic" in str(error.value)
 
@@ -241,9 +226,9 @@ def test_caches_that_are_refused(family, kind):
 def test_cache_of_another_batch_is_refused():
     """Rows broadcast or dropped where cache and ids have another number of them."""
     target = target_of()
-    held = cache_of(generate([1, 2], tiny_drafter(target), 2))
+    held = kit.cache_of(generate([1, 2], kit.tiny_drafter(target), 2))
     with pytest.raises(UnsupportedGenerationError, match="2 rows for 3 sequences"):
-        dflow_greedy(target, tiny_drafter(target), torch.cat([prompt(1)] * 3), **{CACHE: held})
+        kit.dflow_greedy(target, kit.tiny_drafter(target), torch.cat([prompt(1)] * 3), **{kit.CACHE: held})
 
 
 def test_sparse_attention_is_refused():
@@ -257,4 +242,4 @@ def test_sparse_attention_is_refused():
         layers = [IndexedLayer()]
 
     assert not is_croppable(Held())
-    assert is_croppable(DynamicCache(config=shared_target().config))
+    assert is_croppable(DynamicCache(config=kit.shared_target().config))

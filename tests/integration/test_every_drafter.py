@@ -6,24 +6,15 @@ own. What a feature does to the text is compared with plain decoding of the same
 
 from functools import cache
 
+import kit
 import pytest
 import torch
 from batches import IDS, LENGTHS, MASK, ROWS, WIDTH, alone, padded_texts, target_of
 from internals import STATIC_IS_CROPPABLE
-from kit import (
-    HostileDrafter,
-    NudgedDrafter,
-    OracleDrafter,
-    PatternDrafter,
-    assert_not_vacuous,
-    decode,
-    tiny_drafter,
-    tiny_tokenizer,
-)
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 NEW_TOKENS, SLACK, BLOCK_SIZE = 20, 8, 8
-DRAFTERS = [OracleDrafter, HostileDrafter, PatternDrafter, NudgedDrafter]
+DRAFTERS = [kit.OracleDrafter, kit.HostileDrafter, kit.PatternDrafter, kit.NudgedDrafter]
 
 
 @cache
@@ -66,7 +57,7 @@ FEATURES = {
     },
     "minimum length": lambda: {"eos_token_id": words(0)[2], "min_new_tokens": 12},
     "stop string": lambda: {
-        "stop_strings": [tiny_tokenizer().decode(words(0)[8:10])], "tokenizer": tiny_tokenizer()
+        "stop_strings": [kit.tiny_tokenizer().decode(words(0)[8:10])], "tokenizer": kit.tiny_tokenizer()
     },
     "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([EndsBehind(end(1, 9))])},
     "no time": lambda: {"max_time": 0.0},
@@ -100,7 +91,7 @@ def plain(name: str) -> list[torch.Tensor]:
 
 @cache
 def drafter_of(drafter_class):
-    drafter = tiny_drafter(target_of(), BLOCK_SIZE, drafter_class=drafter_class)
+    drafter = kit.tiny_drafter(target_of(), BLOCK_SIZE, drafter_class=drafter_class)
     drafter.pattern, drafter.offset = [5, 1, 0, 3], 1
     return drafter
 
@@ -116,15 +107,15 @@ def test_a_feature_gives_the_plain_text(name, drafter_class, rows):
     drafter, texts = drafter_of(drafter_class), plain(name)
     drafter.follow_rows([(texts[row][0, WIDTH - LENGTHS[ROWS[row]] :], LENGTHS[ROWS[row]]) for row in rows])
     options = {"pad_token_id": 0, **FEATURES[name]()}
-    output = decode(target_of(), drafter, IDS[rows], NEW_TOKENS, attention_mask=MASK[rows], **options)
+    output = kit.decode(target_of(), drafter, IDS[rows], NEW_TOKENS, attention_mask=MASK[rows], **options)
     expected = padded_texts([texts[row][0, : WIDTH + NEW_TOKENS] for row in rows], options["pad_token_id"])
     assert output.sequences[:, WIDTH:].tolist() == expected
     accepted = output.statistics.per_step_accepted
     if name == "no time":
         assert accepted == []
-    elif drafter_class is HostileDrafter:
+    elif drafter_class is kit.HostileDrafter:
         assert accepted and not any(accepted)
-    elif drafter_class is OracleDrafter:
+    elif drafter_class is kit.OracleDrafter:
         assert max(accepted) == (3 if name == "fewer drafts" else BLOCK_SIZE - 1)
-    elif name != "fewer drafts" or drafter_class is PatternDrafter:
-        assert_not_vacuous(output.statistics)
+    elif name != "fewer drafts" or drafter_class is kit.PatternDrafter:
+        kit.assert_not_vacuous(output.statistics)

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
-from kit import assert_not_vacuous, dflow_greedy, plain_greedy, prompt_of, tiny_target
+from kit import (
+    ContextRecorder,
+    FakeQuantized,
+    assert_not_vacuous,
+    assert_weights,
+    dflow_greedy,
+    plain_greedy,
+    prompt_of,
+    tiny_target,
+    weights_of,
+)
 from layouts import BLOCK_SIZE, KINDS, MASK_TOKEN_ID, learned, original, taps_of, write
 from speculators_oracle import DRAFT_VOCAB
-from test_pairing import ContextRecorder, FakeQuantized, _assert_untouched, _checksum
 
 from hf_dflow import AcceptanceProcessor, DFlowDrafter
 from hf_dflow.reference import draft_block, reference_generate
@@ -44,10 +53,10 @@ def decoded(request, tmp_path_factory):
     write(request.param, folder, target)
     text = plain_greedy(target, prompt, NEW_TOKENS + BLOCK_SIZE)
     drafter = learned(folder, target, text, PROMPT_LENGTH)
-    before, recorder = _checksum(target), ContextRecorder(drafter)
+    before, recorder = weights_of(target), ContextRecorder(drafter)
     output = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
     del drafter.project_context
-    _assert_untouched(target, before)
+    assert_weights(target, before)
     assert torch.equal(output.sequences, text[:, : PROMPT_LENGTH + NEW_TOKENS])
     assert_not_vacuous(output.statistics)
     return request.param, folder, target, drafter, recorder.rows, output
@@ -121,10 +130,10 @@ def test_logits_are_what_the_format_says(kind, name, tmp_path):
     tokens = text[0, : CONTEXT + 1].tolist()
     if name == "head of which only forward can be used":
         target.lm_head = FakeQuantized(target.lm_head)
-    before, recorder = _checksum(target), recorded(drafter)
+    before, recorder = weights_of(target), recorded(drafter)
     output = dflow_greedy(target, drafter, prompt, max_new_tokens=12)
     assert torch.equal(output.sequences, text)
-    _assert_untouched(target, before)
+    assert_weights(target, before)
 
     # Written out: what the drafter reads, what turns its states into logits.
     table = target.get_input_embeddings()

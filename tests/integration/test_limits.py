@@ -2,27 +2,14 @@
 
 import logging
 
+import kit
 import pytest
 import torch
-from kit import (
-    WINDOW,
-    OracleDrafter,
-    PatternDrafter,
-    assert_not_vacuous,
-    dflow_greedy,
-    our_warnings,
-    plain_greedy,
-    prompt_of,
-    scripted,
-    shared_target,
-    tiny_drafter,
-    tiny_target,
-)
 
 from hf_dflow import DFlowDrafter
 from hf_dflow.errors import DrafterConfigError
 
-PROMPT = prompt_of(20)
+PROMPT = kit.prompt_of(20)
 PATTERN = [3, 0, 7, 1, 5]
 FLOAT32 = 1e-5  # norms and eager softmax run in float32 inside a float64 model
 NEAR_TIE = 0.1  # a low-precision target may choose either of two tokens whose logits are this close
@@ -32,53 +19,53 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # -- positions
 
 
-@pytest.mark.parametrize("drafter_class", [OracleDrafter, PatternDrafter])
+@pytest.mark.parametrize("drafter_class", [kit.OracleDrafter, kit.PatternDrafter])
 def test_target_with_few_learned_positions(drafter_class, caplog):
     """A draft at a position that the target has no embedding for: an index error, or the last steps refused."""
-    target = tiny_target("gpt2", n_positions=32)
-    text = plain_greedy(target, PROMPT, 12)
-    drafter = tiny_drafter(target, 16, drafter_class=drafter_class)
+    target = kit.tiny_target("gpt2", n_positions=32)
+    text = kit.plain_greedy(target, PROMPT, 12)
+    drafter = kit.tiny_drafter(target, 16, drafter_class=drafter_class)
     drafter.pattern = [2, 4]
     drafter.follow(text, PROMPT.shape[1])
-    output = dflow_greedy(target, drafter, PROMPT, max_length=32)
+    output = kit.dflow_greedy(target, drafter, PROMPT, max_length=32)
     assert torch.equal(output.sequences, text)
     assert output.sequences.shape[1] == 32
     assert max(output.statistics.per_step_accepted) >= 2
-    if drafter_class is PatternDrafter:
-        assert_not_vacuous(output.statistics)
-    assert our_warnings(caplog) == []
+    if drafter_class is kit.PatternDrafter:
+        kit.assert_not_vacuous(output.statistics)
+    assert kit.our_warnings(caplog) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding"])
 def test_drafter_with_fewer_positions_than_the_target(family, caplog):
     """Drafting at positions that the drafter never saw in training; a warning each step; a wrong or shorter text."""
-    limit, block_size, prompt = 24, 4, prompt_of(8)
-    target = shared_target(family)
-    drafter = scripted(
-        PatternDrafter, target, prompt, 40, block_size=block_size, pattern=[2, 3, 0], max_position_embeddings=limit
+    limit, block_size, prompt = 24, 4, kit.prompt_of(8)
+    target = kit.shared_target(family)
+    drafter = kit.scripted(
+        kit.PatternDrafter, target, prompt, 40, block_size=block_size, pattern=[2, 3, 0], max_position_embeddings=limit
     )
-    output = dflow_greedy(target, drafter, prompt, max_new_tokens=40)
-    assert torch.equal(output.sequences, plain_greedy(target, prompt, 40))
-    assert_not_vacuous(output.statistics)
+    output = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=40)
+    assert torch.equal(output.sequences, kit.plain_greedy(target, prompt, 40))
+    kit.assert_not_vacuous(output.statistics)
     assert max(drafter.anchor_positions) <= limit - block_size
     assert max(drafter.anchor_positions) > limit - 2 * block_size
-    (warning,) = our_warnings(caplog)
+    (warning,) = kit.our_warnings(caplog)
     assert "max_position_embeddings of 24" in warning
 
 
 def test_prompt_beyond_the_drafters_positions(caplog, target):
     """A prompt that leaves no room at all: drafted once before anyone looks."""
-    drafter = scripted(OracleDrafter, target, PROMPT, 12, max_position_embeddings=16)
-    output = dflow_greedy(target, drafter, PROMPT, max_new_tokens=12)
-    assert torch.equal(output.sequences, plain_greedy(target, PROMPT, 12))
+    drafter = kit.scripted(kit.OracleDrafter, target, PROMPT, 12, max_position_embeddings=16)
+    output = kit.dflow_greedy(target, drafter, PROMPT, max_new_tokens=12)
+    assert torch.equal(output.sequences, kit.plain_greedy(target, PROMPT, 12))
     assert drafter.anchor_positions == [] and output.statistics.num_spec_steps == 0
-    assert len(our_warnings(caplog)) == 1
+    assert len(kit.our_warnings(caplog)) == 1
 
 
 # -- windows
 
 
-class ObservedDrafter(PatternDrafter):
+class ObservedDrafter(kit.PatternDrafter):
     """Keeps each forward's input embeddings, positions and real logits."""
 
     def draft_hidden(self, block_embeds, position_ids, extend, mask_for):
@@ -149,20 +136,20 @@ LAYERS = {
 )  # fmt: skip
 def test_cached_loop_is_the_masked_reference(layers, family, is_inclusive):
     """A window applied to the wrong layers, off by one, or measured in the cut cache instead of in the text."""
-    target, prompt = shared_target(family), prompt_of(30)
-    text = plain_greedy(target, prompt, 50)
-    drafter = tiny_drafter(
+    target, prompt = kit.shared_target(family), kit.prompt_of(30)
+    text = kit.plain_greedy(target, prompt, 50)
+    drafter = kit.tiny_drafter(
         target,
         drafter_class=ObservedDrafter,
         num_hidden_layers=len(LAYERS[layers]),
         layer_types=LAYERS[layers],
-        sliding_window=WINDOW,
+        sliding_window=kit.WINDOW,
         window_is_inclusive=is_inclusive,
         sliding_is_causal=not is_inclusive,
     ).follow(text, prompt.shape[1])
     drafter.pattern, drafter.observed = PATTERN, []
-    output = dflow_greedy(target, drafter, prompt, max_new_tokens=42)
-    assert_not_vacuous(output.statistics)
+    output = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=42)
+    kit.assert_not_vacuous(output.statistics)
     assert len(drafter.observed) == output.statistics.num_spec_steps > 6
     for block_embeds, positions, logits in drafter.observed:
         expected = reference_logits(drafter, target, text, block_embeds, positions)
@@ -181,7 +168,7 @@ def test_cached_loop_is_the_masked_reference(layers, family, is_inclusive):
 def test_layer_types_are_never_guessed(change, words):
     """Full attention where the configuration does not say what a layer is."""
     with pytest.raises(DrafterConfigError, match=words):
-        tiny_drafter(shared_target(), **change)
+        kit.tiny_drafter(kit.shared_target(), **change)
 
 
 # -- number formats
@@ -191,12 +178,12 @@ def test_layer_types_are_never_guessed(change, words):
 @pytest.mark.parametrize("target_dtype", DTYPES, ids=str)
 def test_every_pair_of_number_formats(target_dtype, drafter_dtype, caplog):
     """Features, embeddings or logits that meet weights of another format."""
-    target = shared_target(dtype=target_dtype)
-    drafter = scripted(PatternDrafter, target, PROMPT, 30, pattern=PATTERN, dtype=drafter_dtype)
-    output = dflow_greedy(target, drafter, PROMPT, max_new_tokens=30)
-    ours, plain = output.sequences[0], plain_greedy(target, PROMPT, 30)[0]
-    assert_not_vacuous(output.statistics)
-    assert len(ours) == len(plain) and our_warnings(caplog) == []
+    target = kit.shared_target(dtype=target_dtype)
+    drafter = kit.scripted(kit.PatternDrafter, target, PROMPT, 30, pattern=PATTERN, dtype=drafter_dtype)
+    output = kit.dflow_greedy(target, drafter, PROMPT, max_new_tokens=30)
+    ours, plain = output.sequences[0], kit.plain_greedy(target, PROMPT, 30)[0]
+    kit.assert_not_vacuous(output.statistics)
+    assert len(ours) == len(plain) and kit.our_warnings(caplog) == []
     assert target_dtype != torch.float32 or torch.equal(ours, plain)
     differs = (ours != plain).nonzero().flatten()
     if len(differs):  # a block and a single token round differently; only a near tie may tip over
@@ -209,14 +196,14 @@ def test_every_pair_of_number_formats(target_dtype, drafter_dtype, caplog):
 def test_drafter_that_overflows(do_sample, caplog):
     """NaN drafts accepted, drawn from, or drafted for ever; a warning each step."""
     caplog.set_level(logging.WARNING)
-    target = shared_target(dtype=torch.float32)
-    drafter = tiny_drafter(target, dtype=torch.float16)
+    target = kit.shared_target(dtype=torch.float32)
+    drafter = kit.tiny_drafter(target, dtype=torch.float16)
     for layer in drafter.layers:
         layer.mlp.down_proj.weight.mul_(1e5)
     kwargs = {"max_new_tokens": 24, "return_dict_in_generate": True, "do_sample": do_sample, "top_k": 0}
     output = target.generate(PROMPT, assistant_model=drafter, speculation_type="dflow", **kwargs)
     assert output.sequences.shape[1] == PROMPT.shape[1] + 24
-    assert do_sample or torch.equal(output.sequences, plain_greedy(target, PROMPT, 24))
+    assert do_sample or torch.equal(output.sequences, kit.plain_greedy(target, PROMPT, 24))
     assert output.statistics.num_draft_forwards == 1
-    (warning,) = our_warnings(caplog)
+    (warning,) = kit.our_warnings(caplog)
     assert "non-finite" in warning and "float16" in warning

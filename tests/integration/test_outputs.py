@@ -2,28 +2,16 @@
 
 from functools import cache
 
+import kit
 import pytest
 import torch
 from batches import IDS, LENGTHS, MASK, ROWS, WIDTH
-from kit import (
-    PatternDrafter,
-    RecordingStreamer,
-    assert_not_vacuous,
-    dflow_greedy,
-    plain_greedy,
-    prompt_of,
-    scripted,
-    shared_target,
-    tiny_drafter,
-    tiny_target,
-    tiny_tokenizer,
-)
 from transformers import TextIteratorStreamer, TextStreamer
 
 from hf_dflow import DFlowDecoder, GenerateDFlowOutput
 
 NEW_TOKENS = 22
-PROMPT = prompt_of(12)
+PROMPT = kit.prompt_of(12)
 PATTERN = [3, 0, 7, 1, 5]
 # GPT-2 computes in float64 throughout; the softmax and norms of the others run in float32 inside a float64 model, and
 # scores and logits are cast to float32 by plain decoding as well.
@@ -40,13 +28,13 @@ def both_asked(family):
 
 
 def both(family, **kwargs):
-    target = shared_target(family)
+    target = kit.shared_target(family)
     kwargs = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, **kwargs}
     plain = target.generate(PROMPT, do_sample=False, **kwargs)
-    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
-    output = dflow_greedy(target, drafter, PROMPT, **kwargs)
+    drafter = kit.scripted(kit.PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
+    output = kit.dflow_greedy(target, drafter, PROMPT, **kwargs)
     assert torch.equal(output.sequences, plain.sequences)
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
     return plain, output
 
 
@@ -69,15 +57,15 @@ def test_scores_and_logits(family):
 
 def test_processed_scores_beside_raw_logits():
     """Logits edited in place by processors before they are recorded."""
-    target = shared_target()
+    target = kit.shared_target()
     kwargs = {**ASKS, "repetition_penalty": 1.8, "return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
     plain = target.generate(PROMPT, do_sample=False, **kwargs)
-    drafter = tiny_drafter(target, drafter_class=PatternDrafter)
+    drafter = kit.tiny_drafter(target, drafter_class=kit.PatternDrafter)
     drafter.pattern = PATTERN
     drafter.follow(plain.sequences, PROMPT.shape[1])
-    output = dflow_greedy(target, drafter, PROMPT, **kwargs)
+    output = kit.dflow_greedy(target, drafter, PROMPT, **kwargs)
     assert torch.equal(output.sequences, plain.sequences)
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
     assert_close(output.scores, plain.scores, FLOAT32)
     assert_close(output.logits, plain.logits, FLOAT32)
     assert not torch.allclose(output.scores[5], output.logits[5])
@@ -100,26 +88,27 @@ def test_nothing_unasked():
     _, output = both("llama")
     assert isinstance(output, GenerateDFlowOutput)
     assert [output.scores, output.logits, output.hidden_states, output.attentions] == [None] * 4
-    drafter = tiny_drafter(shared_target())
+    drafter = kit.tiny_drafter(kit.shared_target())
     assert isinstance(
-        dflow_greedy(shared_target(), drafter, PROMPT, max_new_tokens=4, return_dict_in_generate=False), torch.Tensor
+        kit.dflow_greedy(kit.shared_target(), drafter, PROMPT, max_new_tokens=4, return_dict_in_generate=False),
+        torch.Tensor,
     )
 
 
 @pytest.mark.parametrize("via_decoder", [False, True])
 def test_streamer(via_decoder):
     """The prompt streamed twice or not at all, drafts streamed before they are accepted, no end."""
-    target = shared_target()
-    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
-    streamer, plain_streamer = RecordingStreamer(), RecordingStreamer()
-    plain_greedy(target, PROMPT, NEW_TOKENS, streamer=plain_streamer)
+    target = kit.shared_target()
+    drafter = kit.scripted(kit.PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
+    streamer, plain_streamer = kit.RecordingStreamer(), kit.RecordingStreamer()
+    kit.plain_greedy(target, PROMPT, NEW_TOKENS, streamer=plain_streamer)
     kwargs = {"max_new_tokens": NEW_TOKENS}
     if via_decoder:
         sequences = target.generate(
             PROMPT, custom_generate=DFlowDecoder(drafter, streamer=streamer), do_sample=False, **kwargs
         )
     else:
-        sequences = dflow_greedy(target, drafter, PROMPT, streamer=streamer, **kwargs).sequences
+        sequences = kit.dflow_greedy(target, drafter, PROMPT, streamer=streamer, **kwargs).sequences
     assert streamer.puts == plain_streamer.puts
     assert streamer.puts == [PROMPT[0].tolist()] + [[token] for token in sequences[0, PROMPT.shape[1] :].tolist()]
     assert streamer.ends == plain_streamer.ends == 1
@@ -128,15 +117,15 @@ def test_streamer(via_decoder):
 @pytest.mark.parametrize("skip_prompt", [False, True])
 def test_text_streamers(skip_prompt, capsys):
     """A put of another shape than text streamers take."""
-    target, tokenizer = shared_target(), tiny_tokenizer()
-    drafter = scripted(PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
-    text = plain_greedy(target, PROMPT, NEW_TOKENS)[0]
+    target, tokenizer = kit.shared_target(), kit.tiny_tokenizer()
+    drafter = kit.scripted(kit.PatternDrafter, target, PROMPT, NEW_TOKENS, pattern=PATTERN)
+    text = kit.plain_greedy(target, PROMPT, NEW_TOKENS)[0]
     expected = tokenizer.decode(text[PROMPT.shape[1] :] if skip_prompt else text)
     printer = TextStreamer(tokenizer, skip_prompt=skip_prompt)
-    dflow_greedy(target, drafter, PROMPT, max_new_tokens=NEW_TOKENS, streamer=printer)
+    kit.dflow_greedy(target, drafter, PROMPT, max_new_tokens=NEW_TOKENS, streamer=printer)
     assert capsys.readouterr().out == expected + "\n"
     iterator = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=5)
-    dflow_greedy(target, drafter, PROMPT, max_new_tokens=NEW_TOKENS, streamer=iterator)
+    kit.dflow_greedy(target, drafter, PROMPT, max_new_tokens=NEW_TOKENS, streamer=iterator)
     assert "".join(iterator) == expected
 
 
@@ -172,16 +161,16 @@ def test_statistics_by_hand():
 @cache
 def batch_setting(eos_offset: int | None):
     """Plain and dflow outputs of one padded batch, and where its rows end. Eager, which returns attentions."""
-    target = tiny_target("llama", dtype=torch.float32)
+    target = kit.tiny_target("llama", dtype=torch.float32)
     arguments = {"attention_mask": MASK, **ASKS, "repetition_penalty": 1.2}
-    text = plain_greedy(target, IDS, BATCH_TOKENS + 8, **arguments)
+    text = kit.plain_greedy(target, IDS, BATCH_TOKENS + 8, **arguments)
     eos = None if eos_offset is None else int(text[0, WIDTH + eos_offset])
     arguments |= {"return_dict_in_generate": True, "eos_token_id": eos, "pad_token_id": 0}
-    plain = plain_greedy(target, IDS, BATCH_TOKENS, **arguments)
-    drafter = tiny_drafter(target, 8, drafter_class=PatternDrafter)
+    plain = kit.plain_greedy(target, IDS, BATCH_TOKENS, **arguments)
+    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.PatternDrafter)
     drafter.pattern, drafter.offset = PATTERN, 2
     drafter.follow_rows([(text[i, WIDTH - LENGTHS[row] :], LENGTHS[row]) for i, row in enumerate(ROWS)])
-    output = dflow_greedy(target, drafter, IDS, max_new_tokens=BATCH_TOKENS, **arguments)
+    output = kit.dflow_greedy(target, drafter, IDS, max_new_tokens=BATCH_TOKENS, **arguments)
     words = text[:, WIDTH : WIDTH + BATCH_TOKENS].tolist()
     ends = [next((i + 1 for i, token in enumerate(row) if token == eos), BATCH_TOKENS) for row in words]
     return target, plain, output, ends
@@ -198,7 +187,7 @@ def test_one_entry_a_step(name, eos_offset):
     """D4: entries of another row or step, keys counted in cache columns instead of tokens, holes among them, or
     something else than 0 behind a row's end."""
     _, plain, output, ends = batch_setting(eos_offset)
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
     assert torch.equal(output.sequences, plain.sequences)
     assert len(getattr(output, name)) == len(getattr(plain, name)) == max(ends)
     for step in range(max(ends)):

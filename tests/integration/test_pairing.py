@@ -1,23 +1,9 @@
 """What drafter and target share: tapped states, embedding and head, each as the drafter's configuration says."""
 
+import kit
 import pytest
 import torch
 from internals import capture_features
-from kit import (
-    FAMILIES,
-    HIDDEN_SIZE,
-    MASK_TOKEN_ID,
-    VOCAB_SIZE,
-    ContextRecorder,
-    PatternDrafter,
-    assert_not_vacuous,
-    dflow_greedy,
-    plain_greedy,
-    prompt_of,
-    scripted,
-    tiny_drafter,
-    tiny_target,
-)
 from torch import nn
 
 from hf_dflow import AcceptanceProcessor, DFlowDrafter
@@ -40,23 +26,13 @@ class LowRank(nn.Module):
         return self.base(states) + states @ self.down.T @ self.up.T
 
 
-def _checksum(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def _assert_untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
 # -- tapped states (C7)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", kit.FAMILIES)
 def test_layer_id_means_the_output_of_that_layer(family):
     """Catches an off-by-one between layer ids and hidden states, and a last layer read before the final norm."""
-    target, prompt = tiny_target(family), prompt_of(9)
+    target, prompt = kit.tiny_target(family), kit.prompt_of(9)
     base = getattr(target, target.base_model_prefix)
     layers = base.h if family == "gpt2" else base.layers
     ids = [0, len(layers) // 2, len(layers) - 1]
@@ -70,16 +46,16 @@ def test_layer_id_means_the_output_of_that_layer(family):
     expected = [seen[ids[0]], seen[ids[1]], norm(seen[ids[2]])]
     documented = [out.hidden_states[i + 1] for i in ids]
     assert len(out.hidden_states) == len(layers) + 1
-    captured = capture_features(out.hidden_states, ids).split(HIDDEN_SIZE, dim=-1)
+    captured = capture_features(out.hidden_states, ids).split(kit.HIDDEN_SIZE, dim=-1)
     for part, hook, entry in zip(captured, expected, documented, strict=True):
         assert torch.equal(part, hook) and torch.equal(part, entry)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", kit.FAMILIES)
 def test_the_loop_feeds_the_documented_states_of_every_committed_token(family, adapted):
     """Catches features of rejected rows, rows lost or doubled between steps, and states of the un-adapted model."""
-    target, prompt = tiny_target(family), prompt_of(9)
+    target, prompt = kit.tiny_target(family), kit.prompt_of(9)
     if adapted:
         name = "c_proj" if family == "gpt2" else "down_proj"
         for module in list(target.modules()):
@@ -88,14 +64,14 @@ def test_the_loop_feeds_the_documented_states_of_every_committed_token(family, a
                 setattr(module, name, LowRank(base))
     last = target.config.num_hidden_layers - 1
     ids = [0, last // 2, last]
-    drafter = scripted(
-        PatternDrafter, target, prompt, NEW_TOKENS, pattern=[5, 1, 0, 3], target_layer_ids=ids, relay=None
+    drafter = kit.scripted(
+        kit.PatternDrafter, target, prompt, NEW_TOKENS, pattern=[5, 1, 0, 3], target_layer_ids=ids, relay=None
     )
-    recorder, before = ContextRecorder(drafter), _checksum(target)
-    out = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
-    assert_not_vacuous(out.statistics)
-    assert torch.equal(out.sequences, plain_greedy(target, prompt, NEW_TOKENS))
-    _assert_untouched(target, before)
+    recorder, before = kit.ContextRecorder(drafter), kit.weights_of(target)
+    out = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
+    kit.assert_not_vacuous(out.statistics)
+    assert torch.equal(out.sequences, kit.plain_greedy(target, prompt, NEW_TOKENS))
+    kit.assert_weights(target, before)
     prefill = target(prompt, output_hidden_states=True, use_cache=True).hidden_states
     assert torch.equal(recorder.rows[0], torch.cat([prefill[i + 1] for i in ids], dim=-1))
     rows = torch.cat(recorder.rows, dim=1)
@@ -123,17 +99,6 @@ class DraftRecorder(AcceptanceProcessor):
         return draft_logits
 
 
-class FakeQuantized(nn.Module):
-    """A head of which only `forward` can be used."""
-
-    def __init__(self, dense: nn.Linear):
-        super().__init__()
-        self._hidden = [dense]
-
-    def forward(self, states):
-        return self._hidden[0](states)
-
-
 def _random_own(drafter: DFlowDrafter) -> None:
     generator = torch.Generator().manual_seed(6)
     for module in (drafter.embed_tokens, drafter.lm_head):
@@ -153,7 +118,7 @@ SHARING = {
     "own embedding": ("llama", {"input_embedding": "own"}),
     "own both, other width": (
         "llama",
-        {"input_embedding": "own", "output_head": "own", "hidden_size": 24, "target_hidden_size": HIDDEN_SIZE},
+        {"input_embedding": "own", "output_head": "own", "hidden_size": 24, "target_hidden_size": kit.HIDDEN_SIZE},
     ),
     "own both, reduced": (
         "llama",
@@ -180,7 +145,7 @@ def _reference_logits(target, drafter, head_weight, prompt, anchor: int) -> torc
     logits = hidden.last_hidden_state[:, 1:] @ weight.T * config.output_multiplier
     if config.final_logit_softcapping:
         logits = config.final_logit_softcapping * torch.tanh(logits / config.final_logit_softcapping)
-    missing = torch.full((*logits.shape[:-1], VOCAB_SIZE - logits.shape[-1]), -torch.inf)
+    missing = torch.full((*logits.shape[:-1], kit.VOCAB_SIZE - logits.shape[-1]), -torch.inf)
     logits = torch.cat([logits, missing], dim=-1)
     logits[..., config.mask_token_id] = -torch.inf
     return logits
@@ -191,19 +156,19 @@ def test_draft_logits_follow_the_configuration(name):
     """Catches a scale or cap taken from the target against the config, a head shared although the drafter has its
     own, code that needs a dense head, and any write into the target's weights."""
     family, overrides = SHARING[name]
-    target, prompt = tiny_target(family), prompt_of(9)
-    drafter = tiny_drafter(target, 6, **overrides)
+    target, prompt = kit.tiny_target(family), kit.prompt_of(9)
+    drafter = kit.tiny_drafter(target, 6, **overrides)
     _random_own(drafter)
-    expected = plain_greedy(target, prompt, NEW_TOKENS)
+    expected = kit.plain_greedy(target, prompt, NEW_TOKENS)
     head_weight = target.get_output_embeddings().weight
     reference = _reference_logits(target, drafter, head_weight, prompt, int(expected[0, prompt.shape[1]]))
     if name == "fake quantised head":
-        target.lm_head = FakeQuantized(target.lm_head)
-    before, recorder = _checksum(target), DraftRecorder()
+        target.lm_head = kit.FakeQuantized(target.lm_head)
+    before, recorder = kit.weights_of(target), DraftRecorder()
     drafter.config.generation_defaults = {"acceptance_processors": [recorder]}
-    out = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
+    out = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
     assert torch.equal(out.sequences, expected)
-    _assert_untouched(target, before)
+    kit.assert_weights(target, before)
     assert recorder.first.shape == reference.shape
     assert torch.allclose(recorder.first.to(reference), reference, rtol=ROUNDING, atol=ROUNDING)
     assert reference[reference.isfinite()].std() > 0.1
@@ -211,28 +176,28 @@ def test_draft_logits_follow_the_configuration(name):
 
 def test_an_anchor_outside_the_drafters_own_vocabulary():
     """Catches an index error once the target says a token that the drafter's own embedding has no row for."""
-    target, prompt = tiny_target(), prompt_of(9)
-    drafter = tiny_drafter(
+    target, prompt = kit.tiny_target(), kit.prompt_of(9)
+    drafter = kit.tiny_drafter(
         target, 4, input_embedding="own", output_head="own", vocab_size=8, mask_token_id=7, relay="random"
     )
-    out = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
-    expected = plain_greedy(target, prompt, NEW_TOKENS)
+    out = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
+    expected = kit.plain_greedy(target, prompt, NEW_TOKENS)
     assert torch.equal(out.sequences, expected) and int(expected[0, prompt.shape[1] :].max()) >= 8
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma"])
 def test_the_mask_embedding_is_the_mask_tokens_row(family):
     """Catches masked slots filled with another row: their state must change with that row and with no other."""
-    target, prompt = tiny_target(family, tie_word_embeddings=False), prompt_of(9)
-    drafter = tiny_drafter(target, 4, relay=None)
+    target, prompt = kit.tiny_target(family, tie_word_embeddings=False), kit.prompt_of(9)
+    drafter = kit.tiny_drafter(target, 4, relay=None)
 
     def first_draft():
         recorder = DraftRecorder()
         drafter.config.generation_defaults = {"acceptance_processors": [recorder]}
-        dflow_greedy(target, drafter, prompt, max_new_tokens=6)
+        kit.dflow_greedy(target, drafter, prompt, max_new_tokens=6)
         return recorder.first
 
     before = first_draft()
     with torch.no_grad():
-        target.get_input_embeddings().weight[MASK_TOKEN_ID] *= -2.0  # the target itself never reads this row
-    assert (first_draft() - before)[..., :MASK_TOKEN_ID].abs().max() > 1e-3
+        target.get_input_embeddings().weight[kit.MASK_TOKEN_ID] *= -2.0  # the target itself never reads this row
+    assert (first_draft() - before)[..., : kit.MASK_TOKEN_ID].abs().max() > 1e-3

@@ -5,23 +5,10 @@ The options of `generate` that make processors: test_generation_fields.py.
 
 import threading
 
+import kit
 import pytest
 import torch
 from batches import SLACK, WIDTH, alone, decode_three, drafter_for, new_ids, target_of
-from kit import (
-    MASK_TOKEN_ID,
-    SAMPLED,
-    VOCAB_SIZE,
-    NudgedDrafter,
-    OracleDrafter,
-    PatternDrafter,
-    ScriptedDrafter,
-    assert_not_vacuous,
-    decode,
-    plain_greedy,
-    prompt_of,
-    tiny_drafter,
-)
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -33,12 +20,12 @@ from transformers import (
 from hf_dflow import AcceptanceProcessor, UnsupportedGenerationError
 
 NEW_TOKENS, BANNED, EOS = 30, 7, 11
-PROMPT = prompt_of(9)
+PROMPT = kit.prompt_of(9)
 FLOAT32 = 1e-4
 
 
 def following(drafter_class, target, text, prompt=PROMPT, **options):
-    drafter = tiny_drafter(target, 8, drafter_class=drafter_class, **options)
+    drafter = kit.tiny_drafter(target, 8, drafter_class=drafter_class, **options)
     drafter.pattern = [5, 1, 0, 3]
     return drafter.follow(text, prompt.shape[1])
 
@@ -114,19 +101,19 @@ def test_own_processor_equals_plain(processor, target):
     """A processor asked about drafts that are then rejected, asked twice, or given rows that it may overwrite."""
     mine, ahead = processor(), processor()
     plain = Flip() if processor is InPlaceFlip else processor()  # in place, plain generate spoils its raw logits
-    text = plain_greedy(target, PROMPT, NEW_TOKENS + 8, logits_processor=LogitsProcessorList([ahead]))
+    text = kit.plain_greedy(target, PROMPT, NEW_TOKENS + 8, logits_processor=LogitsProcessorList([ahead]))
     options = {"output_logits": True, "return_dict_in_generate": True}
-    expected = plain_greedy(target, PROMPT, NEW_TOKENS, logits_processor=LogitsProcessorList([plain]), **options)
-    drafter = following(PatternDrafter, target, text)
-    out = decode(target, drafter, PROMPT, NEW_TOKENS, logits_processor=LogitsProcessorList([mine]), **options)
+    expected = kit.plain_greedy(target, PROMPT, NEW_TOKENS, logits_processor=LogitsProcessorList([plain]), **options)
+    drafter = following(kit.PatternDrafter, target, text)
+    out = kit.decode(target, drafter, PROMPT, NEW_TOKENS, logits_processor=LogitsProcessorList([mine]), **options)
     assert torch.equal(out.sequences, expected.sequences)
-    assert_not_vacuous(out.statistics)
+    kit.assert_not_vacuous(out.statistics)
     torch.testing.assert_close(out.logits, expected.logits, rtol=FLOAT32, atol=FLOAT32)
     if processor is Counting:
         assert mine.asked == plain.asked
 
 
-class SayBanned(ScriptedDrafter):
+class SayBanned(kit.ScriptedDrafter):
     """Right in every other slot, the banned token in between."""
 
     def scripted_logits(self, logits, right, *, slot, step):
@@ -144,12 +131,12 @@ class Drafted(AcceptanceProcessor):
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_banned_token_is_never_emitted_though_drafted(do_sample, target):
     """Verification against raw logits: a sampled or argmax draft of the banned token would pass."""
-    text = plain_greedy(target, PROMPT, NEW_TOKENS + 8, logits_processor=LogitsProcessorList([Ban()]))
+    text = kit.plain_greedy(target, PROMPT, NEW_TOKENS + 8, logits_processor=LogitsProcessorList([Ban()]))
     drafter, drafted = following(SayBanned, target, text), Drafted()
     drafter.config.generation_defaults = {"acceptance_processors": [drafted]}
     for seed in range(3):
         set_seed(seed)
-        out = decode(
+        out = kit.decode(
             target, drafter, PROMPT, NEW_TOKENS, do_sample=do_sample, top_k=0,
             logits_processor=LogitsProcessorList([Ban()]),
         )  # fmt: skip
@@ -161,23 +148,23 @@ def test_sampling_asks_a_stateful_processor_once_for_each_token(target):
     """A processor that is asked about rejected drafts, or not about the bonus token."""
     processor, asked = Clairvoyant(target, PROMPT), Counting()
     set_seed(4)
-    out = decode(
-        target, tiny_drafter(target, 5), PROMPT, NEW_TOKENS, do_sample=True, acceptance_processors=[processor],
+    out = kit.decode(
+        target, kit.tiny_drafter(target, 5), PROMPT, NEW_TOKENS, do_sample=True, acceptance_processors=[processor],
         logits_processor=LogitsProcessorList([asked]),
     )  # fmt: skip
     text = out.sequences[0].tolist()
     assert asked.asked == [text[:end] for end in range(PROMPT.shape[1], len(text))]
     assert out.statistics.verification == "token" and out.statistics.num_accepted_draft_tokens > 3
-    assert_not_vacuous(out.statistics)
+    kit.assert_not_vacuous(out.statistics)
 
 
 def test_block_verification_of_unknown_processors_is_refused(target):
     """Block verification that silently becomes another rule, or shows the processor a rejected path."""
     processors = LogitsProcessorList([Counting()])
     with pytest.raises(UnsupportedGenerationError, match="Counting"):
-        decode(
+        kit.decode(
             target,
-            tiny_drafter(target, 4),
+            kit.tiny_drafter(target, 4),
             PROMPT,
             4,
             do_sample=True,
@@ -188,14 +175,14 @@ def test_block_verification_of_unknown_processors_is_refused(target):
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("allowed", [[MASK_TOKEN_ID], [20, 21]])
+@pytest.mark.parametrize("allowed", [[kit.MASK_TOKEN_ID], [20, 21]])
 def test_a_drafter_that_may_say_nothing_legal(do_sample, verification, allowed, target):
     """NaN from an empty draft law: all that the drafter knows is suppressed, the target goes on alone."""
-    vocab_size = VOCAB_SIZE if len(allowed) == 1 else 16
-    drafter = tiny_drafter(target, 4, output_head="own", vocab_size=vocab_size, mask_token_id=vocab_size - 1)
-    suppressed = [token for token in range(VOCAB_SIZE) if token not in allowed]
+    vocab_size = kit.VOCAB_SIZE if len(allowed) == 1 else 16
+    drafter = kit.tiny_drafter(target, 4, output_head="own", vocab_size=vocab_size, mask_token_id=vocab_size - 1)
+    suppressed = [token for token in range(kit.VOCAB_SIZE) if token not in allowed]
     set_seed(2)
-    out = decode(
+    out = kit.decode(
         target, drafter, PROMPT, 12, do_sample=do_sample, verification=verification, suppress_tokens=suppressed
     )
     assert out.sequences.shape[1] == PROMPT.shape[1] + 12
@@ -249,7 +236,7 @@ def test_processors_judge_each_row_alone(name):
     for place in range(3):
         found = new_ids(output, place)
         assert found == expected[place] + [0] * (len(found) - len(expected[place]))
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
     assert expected != [alone(place, new_tokens).tolist()[WIDTH:] for place in range(3)]
 
 
@@ -261,7 +248,7 @@ def test_a_stateful_processor_is_asked_once_for_each_token_of_each_row():
         for place, processor in enumerate(processors)
     ]
     output = decode_three(drafter_for(texts), new_tokens, logits_processor=LogitsProcessorList([together]))
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
     asked = [prefix for processor in processors for prefix in processor.asked if len(prefix) < WIDTH + new_tokens]
     assert sorted(together.asked) == sorted(asked)
 
@@ -272,7 +259,7 @@ def test_a_processor_that_cannot_be_copied_is_refused():
     handle = target_of().register_forward_pre_hook(lambda *_: calls.append(1))
     try:
         with pytest.raises(UnsupportedGenerationError, match="Locked"):
-            decode_three(tiny_drafter(target_of()), 4, logits_processor=LogitsProcessorList([Locked()]))
+            decode_three(kit.tiny_drafter(target_of()), 4, logits_processor=LogitsProcessorList([Locked()]))
     finally:
         handle.remove()
     assert not calls
@@ -280,7 +267,7 @@ def test_a_processor_that_cannot_be_copied_is_refused():
 
 def test_a_processor_with_a_value_for_each_row_is_named(target):
     """Scores of another shape fail deep inside, in words about tensors that the caller never made."""
-    prompts = torch.cat([prompt_of(12, seed) for seed in (1, 4)])
+    prompts = torch.cat([kit.prompt_of(12, seed) for seed in (1, 4)])
 
     class OfEachRow:
         def __call__(self, input_ids, scores):
@@ -289,12 +276,12 @@ def test_a_processor_with_a_value_for_each_row_is_named(target):
     options = {"logits_processor": LogitsProcessorList([OfEachRow()]), "max_new_tokens": 14, "do_sample": False}
     assert target.generate(prompts, **options).shape[0] == 2
     with pytest.raises(UnsupportedGenerationError, match=r"OfEachRow.*one row of a batch at a time"):
-        target.generate(prompts, assistant_model=tiny_drafter(target), speculation_type="dflow", **options)
+        target.generate(prompts, assistant_model=kit.tiny_drafter(target), speculation_type="dflow", **options)
 
 
 def test_a_grammar_of_each_prompt_holds_for_all_of_its_rows(target):
     """The function asked about a row where plain decoding names the prompt, so that rows get another's grammar."""
-    prompts, asked = torch.cat([prompt_of(12, 1), prompt_of(12, 4)]), set()
+    prompts, asked = torch.cat([kit.prompt_of(12, 1), kit.prompt_of(12, 4)]), set()
 
     def grammar(prompt, _):
         asked.add(prompt)
@@ -304,13 +291,13 @@ def test_a_grammar_of_each_prompt_holds_for_all_of_its_rows(target):
     plain = target.generate(prompts, max_new_tokens=14, **options)
     named = set(asked)
     asked.clear()
-    drafter = tiny_drafter(target, 8, drafter_class=PatternDrafter)
+    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.PatternDrafter)
     drafter.pattern = [5, 1, 0, 3]
-    output = decode(target, drafter.follow_rows([(row, prompts.shape[1]) for row in plain]), prompts, 14, **options)
+    output = kit.decode(target, drafter.follow_rows([(row, prompts.shape[1]) for row in plain]), prompts, 14, **options)
     assert output.sequences.equal(plain)
     assert asked == named
     for row in output.statistics.per_row:
-        assert_not_vacuous(row)
+        kit.assert_not_vacuous(row)
 
 
 # -- grammars (A6): only legal prefixes are asked about, each once
@@ -335,23 +322,23 @@ class Digits:
         return DIGITS if len(said) < self.num_digits else [CLOSE]
 
 
-class IllegalDrafter(ScriptedDrafter):
+class IllegalDrafter(kit.ScriptedDrafter):
     """Proposes letters where digits belong."""
 
     def scripted_logits(self, logits, right, *, slot, step):
-        return self._say(logits, 40 + (slot + step) % (MASK_TOKEN_ID - 40))
+        return self._say(logits, 40 + (slot + step) % (kit.MASK_TOKEN_ID - 40))
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("drafter_class", [PatternDrafter, IllegalDrafter, OracleDrafter, NudgedDrafter])
+@pytest.mark.parametrize("drafter_class", [kit.PatternDrafter, IllegalDrafter, kit.OracleDrafter, kit.NudgedDrafter])
 def test_output_is_in_the_language_and_only_legal_prefixes_are_asked(drafter_class, do_sample, target):
     """An automaton advanced by a rejected or illegal draft, or asked what follows the end."""
     plain, grammar = Digits(PROMPT.shape[1]), Digits(PROMPT.shape[1])
-    expected = plain_greedy(target, PROMPT, 40, eos_token_id=END, prefix_allowed_tokens_fn=plain)
+    expected = kit.plain_greedy(target, PROMPT, 40, eos_token_id=END, prefix_allowed_tokens_fn=plain)
     drafter = following(drafter_class, target, expected)
     torch.manual_seed(0)
-    options = SAMPLED if do_sample else {}
-    out = decode(target, drafter, PROMPT, 40, eos_token_id=END, prefix_allowed_tokens_fn=grammar, **options)
+    options = kit.SAMPLED if do_sample else {}
+    out = kit.decode(target, drafter, PROMPT, 40, eos_token_id=END, prefix_allowed_tokens_fn=grammar, **options)
     said = out.sequences[0, PROMPT.shape[1] :].tolist()
     assert said[-2:] == [CLOSE, END] and len(said) == NUM_DIGITS + 2 and all(token in DIGITS for token in said[:-2])
     assert grammar.asked == [said[:end] for end in range(len(said))]
@@ -359,13 +346,13 @@ def test_output_is_in_the_language_and_only_legal_prefixes_are_asked(drafter_cla
     if do_sample:
         return
     assert torch.equal(out.sequences, expected)
-    if drafter_class in (PatternDrafter, NudgedDrafter):
-        assert_not_vacuous(out.statistics)
+    if drafter_class in (kit.PatternDrafter, kit.NudgedDrafter):
+        kit.assert_not_vacuous(out.statistics)
     else:
-        assert out.statistics.per_step_accepted[:2] == ([7, 7] if drafter_class is OracleDrafter else [0, 0])
+        assert out.statistics.per_step_accepted[:2] == ([7, 7] if drafter_class is kit.OracleDrafter else [0, 0])
 
 
-@pytest.mark.parametrize("drafter_class", [PatternDrafter, IllegalDrafter])
+@pytest.mark.parametrize("drafter_class", [kit.PatternDrafter, IllegalDrafter])
 def test_a_grammar_for_each_row_of_a_batch(drafter_class):
     """An automaton that is shown its neighbour's prefix, a rejected draft, or what follows a row's end."""
     sizes = [17, 3, 9]
@@ -380,15 +367,15 @@ def test_a_grammar_for_each_row_of_a_batch(drafter_class):
     for i, text in enumerate(texts):
         assert out.sequences[i, : len(text)].equal(text) and not out.sequences[i, len(text) :].any()
         assert ours[i].asked == plain[i].asked and len(ours[i].asked) == sizes[i] + 2
-    if drafter_class is PatternDrafter:
-        assert_not_vacuous(out.statistics)
+    if drafter_class is kit.PatternDrafter:
+        kit.assert_not_vacuous(out.statistics)
 
 
 @pytest.mark.parametrize("stop_at", [18, 26])  # within the first block; in the second, behind one that was all right
 def test_a_grammar_is_not_asked_behind_a_stop(stop_at):
     """A stateful processor called for drafts behind the token at which a stopping criterion ends the text, or a
     criterion asked twice about a token."""
-    target, prompt, prefixes, asked = target_of(), prompt_of(12), [], []
+    target, prompt, prefixes, asked = target_of(), kit.prompt_of(12), [], []
 
     def grammar(_, prefix):
         prefixes.append(len(prefix))
@@ -399,12 +386,12 @@ def test_a_grammar_is_not_asked_behind_a_stop(stop_at):
         return torch.tensor([input_ids.shape[1] >= stop_at])
 
     options = {"prefix_allowed_tokens_fn": grammar, "stopping_criteria": StoppingCriteriaList([stop])}
-    plain = plain_greedy(target, prompt, 24, **options)
+    plain = kit.plain_greedy(target, prompt, 24, **options)
     expected = (list(prefixes), list(asked))
     prefixes.clear()
     asked.clear()
-    drafter = following(OracleDrafter, target, plain_greedy(target, prompt, 40), prompt)
-    output = decode(target, drafter, prompt, 24, **options)
+    drafter = following(kit.OracleDrafter, target, kit.plain_greedy(target, prompt, 40), prompt)
+    output = kit.decode(target, drafter, prompt, 24, **options)
     assert torch.equal(output.sequences, plain)
     assert (prefixes, asked) == expected
     assert max(output.statistics.per_step_accepted) >= 2

@@ -2,18 +2,9 @@
 
 import re
 
+import kit
 import pytest
 import torch
-from kit import (
-    VOCAB_SIZE,
-    RecordingStreamer,
-    dflow_greedy,
-    prompt_of,
-    shared_drafter,
-    shared_target,
-    tiny_drafter,
-    tiny_target,
-)
 from transformers import Cache, Gemma3nForCausalLM, Gemma3nTextConfig, T5Config, T5ForConditionalGeneration
 from transformers.cache_utils import DynamicLayer
 
@@ -35,8 +26,8 @@ OPTIONS = {
     "offloaded cache": ({"cache_implementation": "offloaded"}, "cache_implementation"),
     "quantized cache": ({"cache_implementation": "quantized"}, "cache_implementation"),
     "synced_gpus": ({"synced_gpus": True}, "synced_gpus"),
-    "streamed batch": ({"inputs": prompt_of(6).repeat(2, 1), "streamer": RecordingStreamer()}, "batch of 2"),
-    "tensors of a batch": ({"inputs": prompt_of(6).repeat(2, 1), "labels": torch.zeros(2, 6)}, "labels"),
+    "streamed batch": ({"inputs": kit.prompt_of(6).repeat(2, 1), "streamer": kit.RecordingStreamer()}, "batch of 2"),
+    "tensors of a batch": ({"inputs": kit.prompt_of(6).repeat(2, 1), "labels": torch.zeros(2, 6)}, "labels"),
     "tensors in chunks": ({"prefill_chunk_size": 2, "labels": torch.zeros(1, 6)}, "labels"),
     "chunks of nothing": ({"prefill_chunk_size": 0}, "prefill_chunk_size=0"),
     "seeds": ({"generation_config": {"do_sample": True, "seeds": [1, 2]}}, "seeds"),
@@ -61,14 +52,14 @@ NOT_CUSTOM = ("synced_gpus", "quantized cache", "token healing", "streamed batch
 @pytest.fixture
 def counted():
     """A target, a drafter without relay, and how often the target's inner model was called."""
-    target = tiny_target()
+    target = kit.tiny_target()
     calls = []
     target.model.register_forward_pre_hook(lambda *_: calls.append("model"))
-    return target, tiny_drafter(target, 4, relay=None), calls
+    return target, kit.tiny_drafter(target, 4, relay=None), calls
 
 
 def _arguments(options: dict) -> dict:
-    options = {"inputs": prompt_of(6), "max_new_tokens": 4, **options}
+    options = {"inputs": kit.prompt_of(6), "max_new_tokens": 4, **options}
     if isinstance(options.get("generation_config"), dict):
         options["generation_config"] = DFlowGenerationConfig(
             pad_token_id=0, max_new_tokens=options.pop("max_new_tokens"), **options["generation_config"]
@@ -126,8 +117,8 @@ def test_the_same_call_without_the_option_decodes(counted):
 def test_embeddings_as_input(counted):
     """Catches drafts anchored at tokens that nobody gave."""
     target, drafter, calls = counted
-    embeds = target.get_input_embeddings()(prompt_of(6))
-    for inputs in ({}, {"input_ids": prompt_of(6)}):
+    embeds = target.get_input_embeddings()(kit.prompt_of(6))
+    for inputs in ({}, {"input_ids": kit.prompt_of(6)}):
         with pytest.raises(UnsupportedGenerationError) as error:
             target.generate(
                 **inputs, inputs_embeds=embeds, assistant_model=drafter, speculation_type="dflow", max_new_tokens=4
@@ -141,7 +132,7 @@ def test_a_cache_that_cannot_be_cropped(counted):
     cache = Cache(layer_class_to_replicate=DynamicLayer)  # of a class that nobody knows
     with pytest.raises(UnsupportedGenerationError) as error:
         target.generate(
-            prompt_of(6), past_key_values=cache, assistant_model=drafter, speculation_type="dflow", max_new_tokens=4
+            kit.prompt_of(6), past_key_values=cache, assistant_model=drafter, speculation_type="dflow", max_new_tokens=4
         )
     _assert_clear(error, calls, "uses Cache")
 
@@ -151,13 +142,13 @@ def test_missing_and_foreign_assistants(counted):
     target, drafter, calls = counted
     foreign = {
         "needs a drafter": {"speculation_type": "dflow"},
-        "LlamaForCausalLM": {"speculation_type": "dflow", "assistant_model": tiny_target(seed=1)},
+        "LlamaForCausalLM": {"speculation_type": "dflow", "assistant_model": kit.tiny_target(seed=1)},
         'speculation_type="dflow"': {"assistant_model": drafter},
         '"dflash"': {"assistant_model": drafter, "speculation_type": "no such type"},
     }
     for word, arguments in foreign.items():
         with pytest.raises(UnsupportedGenerationError) as error:
-            target.generate(prompt_of(6), max_new_tokens=4, **arguments)
+            target.generate(kit.prompt_of(6), max_new_tokens=4, **arguments)
         _assert_clear(error, calls, word)
 
 
@@ -166,9 +157,9 @@ def test_encoder_decoder():
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=4, num_heads=4, decoder_start_token_id=0)
     target, calls = T5ForConditionalGeneration(config).eval(), []
     target.encoder.register_forward_pre_hook(lambda *_: calls.append("encoder"))
-    drafter = tiny_drafter(tiny_target(), 4)
+    drafter = kit.tiny_drafter(kit.tiny_target(), 4)
     with pytest.raises(UnsupportedGenerationError) as error:
-        target.generate(prompt_of(6), assistant_model=drafter, speculation_type="dflow", max_new_tokens=4)
+        target.generate(kit.prompt_of(6), assistant_model=drafter, speculation_type="dflow", max_new_tokens=4)
     _assert_clear(error, calls, "T5ForConditionalGeneration")
 
 
@@ -179,18 +170,22 @@ def test_encoder_decoder():
         ({"hidden_size": 40, "target_hidden_size": 40}, "32", "40"),
         ({"target_layer_ids": [0, 4], "num_target_layers": None}, "4 layers", "layer 4"),
         ({"num_target_layers": 6}, "4 layers", "6 layers"),
-        ({"vocab_size": VOCAB_SIZE + 8, "mask_token_id": VOCAB_SIZE}, f"{VOCAB_SIZE} embedding rows", str(VOCAB_SIZE)),
+        (
+            {"vocab_size": kit.VOCAB_SIZE + 8, "mask_token_id": kit.VOCAB_SIZE},
+            f"{kit.VOCAB_SIZE} embedding rows",
+            str(kit.VOCAB_SIZE),
+        ),
     ],
 )
 def test_drafters_of_another_target(counted, door, made_for, has, wants):
     """Catches a pair whose shapes clash in the middle of a block, or do not clash and only accept nothing."""
     target, _, calls = counted
-    drafter = tiny_drafter(target, 4, relay=None, **made_for)
+    drafter = kit.tiny_drafter(target, 4, relay=None, **made_for)
     arguments = {"assistant_model": drafter, "speculation_type": "dflow"}
     if door == "custom_generate":
         arguments = {"custom_generate": DFlowDecoder(drafter)}
     with pytest.raises(PairMismatchError) as error:
-        target.generate(prompt_of(6), max_new_tokens=4, **arguments)
+        target.generate(kit.prompt_of(6), max_new_tokens=4, **arguments)
     _assert_clear(error, calls, has)
     assert wants in str(error.value)
 
@@ -205,7 +200,7 @@ def test_states_that_are_not_one_vector_a_token_are_refused():
     )  # fmt: skip
     target = Gemma3nForCausalLM(config).eval()
     with pytest.raises(UnsupportedGenerationError, match="dimensions"):
-        dflow_greedy(target, tiny_drafter(shared_target(), 8).float(), prompt_of(6), max_new_tokens=4)
+        kit.dflow_greedy(target, kit.tiny_drafter(kit.shared_target(), 8).float(), kit.prompt_of(6), max_new_tokens=4)
 
 
 TIMES = {"draft": 1.0, "verify": [1.0] * 8}
@@ -229,4 +224,4 @@ TIMES = {"draft": 1.0, "verify": [1.0] * 8}
 def test_impossible_option_values_are_refused_at_construction(name, value):
     """A raw TypeError, a division by zero or a NaN in the middle of a text; or a value that is taken for another."""
     with pytest.raises(UnsupportedGenerationError, match=name):
-        DFlowDecoder(shared_drafter(), adaptive_length=True, **{name: value})
+        DFlowDecoder(kit.shared_drafter(), adaptive_length=True, **{name: value})

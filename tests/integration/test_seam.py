@@ -5,23 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kit
 import pytest
 import torch
 import untouched
 from internals import OPTION_NAMES, WRAPPED, resolve_options
-from kit import (
-    HIDDEN_SIZE,
-    OracleDrafter,
-    PatternDrafter,
-    assert_not_vacuous,
-    dflow_greedy,
-    plain_greedy,
-    prompt_of,
-    scripted,
-    shared_target,
-    tiny_drafter,
-    tiny_target,
-)
 from transformers import AutoConfig, AutoModel, GenerationConfig, GenerationMixin, set_seed
 
 import hf_dflow
@@ -67,8 +55,8 @@ def test_other_generation_is_bit_equal_with_and_without_the_package():
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_native_dflash_is_bit_equal_with_and_without_the_seam(do_sample):
     """Catches a seam that claims `speculation_type="dflash"` as well."""
-    target, prompt = shared_target("qwen3"), prompt_of(9)
-    drafter = tiny_drafter(target, 4)
+    target, prompt = kit.shared_target("qwen3"), kit.prompt_of(9)
+    drafter = kit.tiny_drafter(target, 4)
 
     def generate():
         set_seed(3)
@@ -110,10 +98,10 @@ def test_install_is_idempotent_and_uninstall_restores_the_function_objects():
 
 def test_the_decoder_works_without_the_seam(uninstalled):
     """Catches a decoder that leans on the wrapped methods: `custom_generate` must not need them."""
-    target, prompt = shared_target(), prompt_of(9)
-    drafter = scripted(OracleDrafter, target, prompt, NEW_TOKENS)
+    target, prompt = kit.shared_target(), kit.prompt_of(9)
+    drafter = kit.scripted(kit.OracleDrafter, target, prompt, NEW_TOKENS)
     text = target.generate(prompt, custom_generate=DFlowDecoder(drafter), do_sample=False, max_new_tokens=NEW_TOKENS)
-    assert torch.equal(text, plain_greedy(target, prompt, NEW_TOKENS))
+    assert torch.equal(text, kit.plain_greedy(target, prompt, NEW_TOKENS))
 
 
 # -- the decoder as custom_generate
@@ -132,8 +120,8 @@ class Recorder:
 
 def test_custom_generate_equals_the_seam_with_streamer_and_options():
     """Catches a bound streamer or option that is lost, or that leaks into the next call."""
-    target, prompt = shared_target(), prompt_of(9)
-    drafter = scripted(PatternDrafter, target, prompt, NEW_TOKENS, pattern=[5, 1, 0, 3])
+    target, prompt = kit.shared_target(), kit.prompt_of(9)
+    drafter = kit.scripted(kit.PatternDrafter, target, prompt, NEW_TOKENS, pattern=[5, 1, 0, 3])
     ours, seams = Recorder(), Recorder()
     kwargs = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     decoder = DFlowDecoder(drafter, streamer=ours, num_draft_tokens=4, use_relay=False)
@@ -143,18 +131,18 @@ def test_custom_generate_equals_the_seam_with_streamer_and_options():
     assert torch.equal(custom.sequences, seam.sequences)
     assert custom.statistics == seam.statistics
     assert max(seam.statistics.per_step_drafted) == 4
-    assert_not_vacuous(seam.statistics)
+    kit.assert_not_vacuous(seam.statistics)
     assert ours.put_values == seams.put_values and ours.put_values[0] == prompt[0].tolist()
     assert [token for value in ours.put_values for token in value] == custom.sequences[0].tolist()
     assert ours.ended == seams.ended == 1
-    unbound = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
+    unbound = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
     assert max(unbound.statistics.per_step_drafted) == drafter.config.block_size - 1
 
 
 def test_custom_generate_samples_as_the_seam_does():
     """Catches a second source of random numbers behind one of the doors."""
-    target, prompt = shared_target(), prompt_of(9)
-    drafter = tiny_drafter(target)
+    target, prompt = kit.shared_target(), kit.prompt_of(9)
+    drafter = kit.tiny_drafter(target)
     kwargs = {"do_sample": True, "temperature": 0.7, "max_new_tokens": NEW_TOKENS}
     set_seed(1)
     custom = target.generate(prompt, custom_generate=DFlowDecoder(drafter), **kwargs)
@@ -166,10 +154,10 @@ def test_custom_generate_samples_as_the_seam_does():
 def test_unknown_options_are_listed():
     """Catches a misspelt option that is swallowed."""
     with pytest.raises(TypeError, match="verificatoin") as error:
-        DFlowDecoder(tiny_drafter(shared_target()), verificatoin="token")
+        DFlowDecoder(kit.tiny_drafter(kit.shared_target()), verificatoin="token")
     assert all(name in str(error.value) for name in OPTION_NAMES)
     with pytest.raises(TypeError, match="by hand"):
-        DFlowDecoder(tiny_drafter(shared_target()))(tiny_target(), prompt_of(4))
+        DFlowDecoder(kit.tiny_drafter(kit.shared_target()))(kit.tiny_target(), kit.prompt_of(4))
 
 
 # -- options
@@ -179,7 +167,7 @@ def test_unknown_options_are_listed():
 def test_precedence(name, values):
     """Catches a source of options that wins over a nearer one, and a False that is taken for "not given"."""
     keyword, configured, recorded = values
-    drafter = tiny_drafter(shared_target())
+    drafter = kit.tiny_drafter(kit.shared_target())
     plain = GenerationConfig()
     package = {"num_draft_tokens": drafter.config.block_size - 1, "use_relay": True}
     assert getattr(resolve_options(drafter, plain), name) == package[name]
@@ -193,7 +181,7 @@ def test_precedence(name, values):
 @pytest.mark.parametrize(("name", "value"), [("tree_budget", 8), ("acceptance_threshold", 0.5)])
 def test_false_switches_off_what_the_drafter_switches_on(name, value):
     """Catches a lossy rule, or a tree, that a drafter's maker recorded and nobody can get rid of."""
-    drafter = tiny_drafter(shared_target(), generation_defaults={name: value})
+    drafter = kit.tiny_drafter(kit.shared_target(), generation_defaults={name: value})
     assert getattr(resolve_options(drafter, DFlowGenerationConfig()), name) == value
     options = resolve_options(drafter, DFlowGenerationConfig(**{name: False}))
     assert getattr(options, name) is None and not options.all_processors
@@ -203,8 +191,8 @@ def test_false_switches_off_what_the_drafter_switches_on(name, value):
 
 def test_precedence_reaches_the_loop():
     """Catches options that are resolved and then not used."""
-    target, prompt = shared_target(), prompt_of(9)
-    drafter = scripted(OracleDrafter, target, prompt, NEW_TOKENS, generation_defaults={"num_draft_tokens": 5})
+    target, prompt = kit.shared_target(), kit.prompt_of(9)
+    drafter = kit.scripted(kit.OracleDrafter, target, prompt, NEW_TOKENS, generation_defaults={"num_draft_tokens": 5})
     kwargs = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     config = DFlowGenerationConfig(num_draft_tokens=3, pad_token_id=0, **kwargs)
     calls = {
@@ -243,8 +231,11 @@ def test_the_config_keeps_the_validation_of_its_base():
     with pytest.raises(ValueError, match="max_new_tokens"):
         DFlowGenerationConfig(max_new_tokens=-1)
     with pytest.raises(ValueError):
-        tiny_target().generate(
-            prompt_of(4), generation_config=DFlowGenerationConfig(pad_token_id=0), no_such_option=1, max_new_tokens=2
+        kit.tiny_target().generate(
+            kit.prompt_of(4),
+            generation_config=DFlowGenerationConfig(pad_token_id=0),
+            no_such_option=1,
+            max_new_tokens=2,
         )
 
 
@@ -264,11 +255,11 @@ def test_pipeline(pad_token_id):
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w1")
-    target = tiny_target()
+    target = kit.tiny_target()
     text = "w5 w9 w12 w3 w7"
     prompt = tokenizer(text, return_tensors="pt")["input_ids"]
     options = {"pattern": [5, 1, 0, 3], "pad_token_id": pad_token_id}
-    drafter = scripted(PatternDrafter, target, prompt, NEW_TOKENS, **options)
+    drafter = kit.scripted(kit.PatternDrafter, target, prompt, NEW_TOKENS, **options)
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     assistant = {} if pad_token_id == 0 else {"assistant_tokenizer": tokenizer}
     alone = pipeline("text-generation", model=target, tokenizer=tokenizer)(text, **kwargs)
@@ -283,10 +274,10 @@ def test_pipeline(pad_token_id):
 
 def test_auto_classes_know_the_drafter(tmp_path):
     """Catches a missing registration: no trust_remote_code may be needed."""
-    drafter = tiny_drafter(shared_target(), dtype=torch.float32)
+    drafter = kit.tiny_drafter(kit.shared_target(), dtype=torch.float32)
     drafter.save_pretrained(tmp_path)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), DFlowDrafterConfig)
     loaded = AutoModel.from_pretrained(tmp_path)
-    assert isinstance(loaded, DFlowDrafter) and loaded.config.hidden_size == HIDDEN_SIZE
+    assert isinstance(loaded, DFlowDrafter) and loaded.config.hidden_size == kit.HIDDEN_SIZE
     for name, weight in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name

@@ -4,48 +4,35 @@ import contextlib
 import gc
 import threading
 
+import kit
 import pytest
 import torch
 from batches import LENGTHS, following, generate, new_tokens_of, padded, prompt, said, target_of, text
 from internals import draft_cache_numbers, watch_draft_caches
-from kit import (
-    NudgedDrafter,
-    RecordingStreamer,
-    assert_not_vacuous,
-    cache_of,
-    decode,
-    dflow_greedy,
-    plain_greedy,
-    prompt_of,
-    scripted,
-    shared_target,
-    tiny_drafter,
-    tiny_target,
-)
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, set_seed
 
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig
 
 NEW_TOKENS, BATCH_TOKENS = 32, 20
-LONG, SHORT = prompt_of(40, seed=3), prompt_of(2, seed=4)
+LONG, SHORT = kit.prompt_of(40, seed=3), kit.prompt_of(2, seed=4)
 
 
 def with_fresh_drafter(target, prompt):
     """Sequence and accepted lengths with objects that were never used before."""
-    return with_drafter(tiny_drafter(target, drafter_class=NudgedDrafter), target, prompt)
+    return with_drafter(kit.tiny_drafter(target, drafter_class=kit.NudgedDrafter), target, prompt)
 
 
 def with_drafter(drafter, target, prompt):
-    text = plain_greedy(target, prompt, NEW_TOKENS + 8)
+    text = kit.plain_greedy(target, prompt, NEW_TOKENS + 8)
     drafter.follow(text, prompt.shape[1])
-    output = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
+    output = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS)
     assert torch.equal(output.sequences, text[:, : prompt.shape[1] + NEW_TOKENS])
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
     return output.sequences.tolist(), output.statistics.per_step_accepted
 
 
 def fresh_for_batches():
-    return tiny_drafter(target_of(), 8, drafter_class=NudgedDrafter)
+    return kit.tiny_drafter(target_of(), 8, drafter_class=kit.NudgedDrafter)
 
 
 def batch_with(drafter, rows):
@@ -61,20 +48,20 @@ def batch_with(drafter, rows):
 
 def test_one_drafter_for_many_calls():
     """Context features, positions or feedback of an earlier call in a later one."""
-    first, second = shared_target(), shared_target(seed=5)
-    drafter = tiny_drafter(first, drafter_class=NudgedDrafter)
+    first, second = kit.shared_target(), kit.shared_target(seed=5)
+    drafter = kit.tiny_drafter(first, drafter_class=kit.NudgedDrafter)
     for target, ids in ((first, LONG), (first, SHORT), (first, LONG), (second, SHORT), (first, LONG)):
         assert with_drafter(drafter, target, ids) == with_fresh_drafter(target, ids)
 
 
 def test_one_drafter_for_batches_of_all_sizes():
     """Context, positions or feedback of an earlier call's rows in a later one's."""
-    drafter, other = fresh_for_batches(), shared_target(seed=5, attention="sdpa")
+    drafter, other = fresh_for_batches(), kit.shared_target(seed=5, attention="sdpa")
     for rows in ([7], [0, 1, 3], [2], [1, 0], [0, 1, 3], [5, 6, 7, 2]):
         assert batch_with(drafter, rows) == batch_with(fresh_for_batches(), rows)
         ids, mask = padded([prompt(2), prompt(3)])
-        drafter.follow_rows([(plain_greedy(other, prompt(row), 12), LENGTHS[row]) for row in (2, 3)])
-        dflow_greedy(other, drafter, ids, attention_mask=mask, max_new_tokens=4)
+        drafter.follow_rows([(kit.plain_greedy(other, prompt(row), 12), LENGTHS[row]) for row in (2, 3)])
+        kit.dflow_greedy(other, drafter, ids, attention_mask=mask, max_new_tokens=4)
 
 
 class Interruption(Exception):
@@ -90,7 +77,7 @@ def fails_at(length):
     return StoppingCriteriaList([criterion])
 
 
-class BreakingStreamer(RecordingStreamer):
+class BreakingStreamer(kit.RecordingStreamer):
     def put(self, value):
         super().put(value)
         if len(self.puts) == NEW_TOKENS // 2:
@@ -100,11 +87,11 @@ class BreakingStreamer(RecordingStreamer):
 @pytest.mark.parametrize("where", ["streamer", "criterion"])
 def test_after_an_exception(where, target):
     """State that only the end of a call resets."""
-    drafter = scripted(NudgedDrafter, target, LONG, NEW_TOKENS)
+    drafter = kit.scripted(kit.NudgedDrafter, target, LONG, NEW_TOKENS)
     at_middle = fails_at(LONG.shape[1] + NEW_TOKENS // 2)
     extra = {"streamer": BreakingStreamer()} if where == "streamer" else {"stopping_criteria": at_middle}
     with pytest.raises(Interruption):
-        dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, **extra)
+        kit.dflow_greedy(target, drafter, LONG, max_new_tokens=NEW_TOKENS, **extra)
     assert len(drafter.anchor_positions) > 2
     for ids in (SHORT, LONG):
         assert with_drafter(drafter, target, ids) == with_fresh_drafter(target, ids)
@@ -112,7 +99,7 @@ def test_after_an_exception(where, target):
 
 def test_after_an_exception_in_the_middle_of_a_batch():
     """Rows of an interrupted call that the next one resumes from."""
-    drafter = following(NudgedDrafter, [0, 1, 3], BATCH_TOKENS)
+    drafter = following(kit.NudgedDrafter, [0, 1, 3], BATCH_TOKENS)
     criteria = fails_at(12 + BATCH_TOKENS // 2)
     with pytest.raises(Interruption):
         generate([0, 1, 3], drafter, BATCH_TOKENS, stopping_criteria=criteria, pad_token_id=0)
@@ -158,13 +145,15 @@ def in_two_threads(work):
 
 def test_two_threads_share_a_drafter():
     """What belongs to one call kept on the drafter, where another call at the same time reads or overwrites it."""
-    targets, prompts = [shared_target(), shared_target(seed=5)], [LONG, SHORT]
-    drafter = tiny_drafter(targets[0], drafter_class=SharedDrafter)
-    texts = [plain_greedy(target, prompt, NEW_TOKENS + 8)[0] for target, prompt in zip(targets, prompts, strict=True)]
+    targets, prompts = [kit.shared_target(), kit.shared_target(seed=5)], [LONG, SHORT]
+    drafter = kit.tiny_drafter(targets[0], drafter_class=SharedDrafter)
+    texts = [
+        kit.plain_greedy(target, prompt, NEW_TOKENS + 8)[0] for target, prompt in zip(targets, prompts, strict=True)
+    ]
     drafter.texts = {id(t.get_output_embeddings()): text.tolist() for t, text in zip(targets, texts, strict=True)}
 
     def call(i):
-        return dflow_greedy(targets[i], drafter, prompts[i], max_new_tokens=NEW_TOKENS)
+        return kit.dflow_greedy(targets[i], drafter, prompts[i], max_new_tokens=NEW_TOKENS)
 
     alone = [call(0), call(1)]
     drafter.barrier, drafter.meetings = threading.Barrier(2), []
@@ -182,12 +171,12 @@ def test_two_threads_share_a_drafter():
         assert together[i].sequences.tolist() == alone[i].sequences.tolist()
         assert together[i].sequences[0].tolist() == texts[i][:-8].tolist()
         assert together[i].statistics.per_step_accepted == alone[i].statistics.per_step_accepted
-        assert_not_vacuous(together[i].statistics)
+        kit.assert_not_vacuous(together[i].statistics)
 
 
 def test_two_threads_decode_batches():
     """Rows of one thread's batch in another's."""
-    drafter, batches, together = tiny_drafter(target_of(), 8), ([0, 1, 3], [7, 2]), {}
+    drafter, batches, together = kit.tiny_drafter(target_of(), 8), ([0, 1, 3], [7, 2]), {}
     barrier = threading.Barrier(2)
 
     def work(i):
@@ -219,15 +208,15 @@ class Remembers(LogitsProcessor):
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_nothing_of_the_callers_is_changed(num_rows):
     """Options, ids, masks, weights, processors or the global generator changed by a greedy call."""
-    target, rows = tiny_target(attention="sdpa"), [0, 1, 3][:num_rows]
-    drafter, processor = following(NudgedDrafter, rows, BATCH_TOKENS), Remembers()
+    target, rows = kit.tiny_target(attention="sdpa"), [0, 1, 3][:num_rows]
+    drafter, processor = following(kit.NudgedDrafter, rows, BATCH_TOKENS), Remembers()
     ids, mask = padded([prompt(row) for row in rows])
     options = {"repetition_penalty": 1.1, "eos_token_id": [5, 6], "do_sample": False, "pad_token_id": 0}
     config = DFlowGenerationConfig(max_new_tokens=BATCH_TOKENS, return_dict_in_generate=True, **options)
 
     def everything():
         configs = [config, target.generation_config, target.config, drafter.config]
-        weights = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in (target, drafter)]
+        weights = [kit.weights_of(model) for model in (target, drafter)]
         attributes = set(vars(drafter)) - {"drafting_rows"}, set(vars(target))
         tensors = [ids.clone(), mask.clone(), torch.get_rng_state()]
         return [part.to_dict() for part in configs], attributes, weights, tensors
@@ -260,15 +249,15 @@ def test_greedy_does_not_depend_on_the_seed(target):
 def test_nothing_is_kept_after_the_call(monkeypatch, target):
     """Features or draft caches that outlive the call, in a drafter that serves for weeks."""
     caches = watch_draft_caches(monkeypatch)
-    output = decode(target, tiny_drafter(target, 4), prompt_of(9), 20)
+    output = kit.decode(target, kit.tiny_drafter(target, 4), kit.prompt_of(9), 20)
     gc.collect()
     assert len(caches) == 1 and caches[0]() is None
-    assert cache_of(output) is not None
+    assert kit.cache_of(output) is not None
 
 
 def test_a_draft_cache_keeps_keys_and_values_only(target):
     """Features kept beside the keys and values made of them: a token costs two vectors a layer, no more."""
-    drafter = tiny_drafter(target, 4)
+    drafter = kit.tiny_drafter(target, 4)
     features = torch.randn(2, 100, drafter.fc.in_features, dtype=torch.float64)
     config = drafter.config
     a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -278,7 +267,7 @@ def test_a_draft_cache_keeps_keys_and_values_only(target):
 
 def test_prefill_computes_logits_for_the_last_token_only():
     """Logits of a whole prompt, which are larger than everything else together."""
-    target, shapes = tiny_target(), []
+    target, shapes = kit.tiny_target(), []
     target.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
-    dflow_greedy(target, tiny_drafter(target, 4), prompt_of(30), max_new_tokens=8)
+    kit.dflow_greedy(target, kit.tiny_drafter(target, 4), kit.prompt_of(30), max_new_tokens=8)
     assert shapes[0] == 1 and max(shapes) <= 4

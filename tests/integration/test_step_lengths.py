@@ -1,23 +1,11 @@
 """Step lengths that adapt: what they may depend on, what they cost, and what they learn."""
 
 import internals
+import kit
 import pytest
 import torch
 from batches import following, generate, new_tokens_of, said
 from internals import LONGEST_PAUSE, TRIAL, measure_step_costs, step_costs
-from kit import (
-    HostileDrafter,
-    PatternDrafter,
-    TurnsGood,
-    assert_not_vacuous,
-    decode,
-    plain_greedy,
-    prompt_of,
-    scripted,
-    shared_target,
-    tiny_drafter,
-    tiny_target,
-)
 from law import Loop, law_error, three_token_drafter
 
 from hf_dflow import DFlowGenerationConfig
@@ -86,11 +74,11 @@ def test_control_a_cut_by_laws_that_follow_the_drafts(monkeypatch, three_tokens,
 
 def test_greedy_text_is_the_targets(chosen, target):
     """Bug: a cut block whose cache, feedback or records are those of the whole one."""
-    prompt = prompt_of(9)
-    drafter = scripted(PatternDrafter, target, prompt, 80, pattern=[2, 5, 0, 4, 1, 3])
-    output = decode(target, drafter, prompt, 80, adaptive_length=True, step_costs=CPU, output_scores=True)
-    assert torch.equal(output.sequences, plain_greedy(target, prompt, 80))
-    assert_not_vacuous(output.statistics)
+    prompt = kit.prompt_of(9)
+    drafter = kit.scripted(kit.PatternDrafter, target, prompt, 80, pattern=[2, 5, 0, 4, 1, 3])
+    output = kit.decode(target, drafter, prompt, 80, adaptive_length=True, step_costs=CPU, output_scores=True)
+    assert torch.equal(output.sequences, kit.plain_greedy(target, prompt, 80))
+    kit.assert_not_vacuous(output.statistics)
     assert len(output.scores) == 80
     assert len(set(chosen)) > 1 and output.statistics.lossless
 
@@ -115,7 +103,7 @@ def seconds_of(statistics) -> float:
 
 def test_a_hostile_drafter_costs_a_tenth_at_most():
     """Bug (H3): drafts of a sure and always wrong drafter verified again and again."""
-    drafter = following(HostileDrafter, [1], LONG)
+    drafter = following(kit.HostileDrafter, [1], LONG)
     output = generate([1], drafter, LONG, generation_config=adaptive(LONG))
     assert new_tokens_of(output, 0, [1]) == said(1, LONG)
     assert TRIAL <= output.statistics.num_draft_forwards <= TRIAL + 8, "it pauses, for longer each time"
@@ -124,7 +112,7 @@ def test_a_hostile_drafter_costs_a_tenth_at_most():
 
 def test_a_drafter_that_turns_good_is_found_again(chosen):
     """Bug (H3): what was learned of a bad drafter holds for ever, since nothing is verified and so nothing learned."""
-    drafter = following(TurnsGood, [1], LONG)
+    drafter = following(kit.TurnsGood, [1], LONG)
     drafter.good_from = 60
     output = generate([1], drafter, LONG, generation_config=adaptive(LONG))
     assert new_tokens_of(output, 0, [1]) == said(1, LONG)
@@ -139,12 +127,15 @@ def test_rows_of_a_batch_decide_alone():
     rows, tokens = [0, 1, 2], 60
     pattern = [2, 5, 0, 4, 1, 3]
     together = generate(
-        rows, following(PatternDrafter, rows, tokens, pattern=pattern), tokens, generation_config=adaptive(tokens)
+        rows, following(kit.PatternDrafter, rows, tokens, pattern=pattern), tokens, generation_config=adaptive(tokens)
     )
     drafted = []
     for i, row in enumerate(rows):
         alone = generate(
-            [row], following(PatternDrafter, [row], tokens, pattern=pattern), tokens, generation_config=adaptive(tokens)
+            [row],
+            following(kit.PatternDrafter, [row], tokens, pattern=pattern),
+            tokens,
+            generation_config=adaptive(tokens),
         )
         assert new_tokens_of(together, i, rows) == new_tokens_of(alone, 0, [row])
         one, other = together.statistics.per_row[i], alone.statistics.per_row[0]
@@ -155,18 +146,18 @@ def test_rows_of_a_batch_decide_alone():
 
 def test_the_costs_are_measured_once_for_a_pair():
     """Bug: seconds of measuring in every call, times of another pair, or costs that fall with length."""
-    target = tiny_target()
-    drafter = tiny_drafter(target, 6)
+    target = kit.tiny_target()
+    drafter = kit.tiny_drafter(target, 6)
     costs = step_costs(target, drafter)
     assert len(costs.verify) == 6 and list(costs.verify) == sorted(costs.verify) and costs.draft > 0
     assert step_costs(target, drafter) is costs
-    assert step_costs(target, tiny_drafter(target, 4)) is not costs
+    assert step_costs(target, kit.tiny_drafter(target, 4)) is not costs
     assert step_costs(target, drafter, device=torch.device("cpu")) is costs
     moved = internals.measured_costs(target)[drafter]
     moved[torch.device("cpu"), torch.device("cuda:0")] = moved.pop((torch.device("cpu"), torch.device("cpu")))
     assert step_costs(target, drafter) is not costs, "what was measured on another device"
-    sliding = shared_target("gemma_sliding")
-    assert len(measure_step_costs(sliding, tiny_drafter(sliding, 4), repeats=1).verify) == 4
-    prompt = prompt_of(7)
-    output = decode(target, drafter, prompt, 20, adaptive_length=True)
-    assert torch.equal(output.sequences, plain_greedy(target, prompt, 20))
+    sliding = kit.shared_target("gemma_sliding")
+    assert len(measure_step_costs(sliding, kit.tiny_drafter(sliding, 4), repeats=1).verify) == 4
+    prompt = kit.prompt_of(7)
+    output = kit.decode(target, drafter, prompt, 20, adaptive_length=True)
+    assert torch.equal(output.sequences, kit.plain_greedy(target, prompt, 20))

@@ -2,37 +2,11 @@
 
 from functools import cache
 
+import batches
+import kit
 import pytest
 import torch
-from batches import (
-    SLACK,
-    WIDTH,
-    alone,
-    decode_three,
-    drafter_for,
-    following,
-    generate,
-    new_ids,
-    new_tokens_of,
-    padded_texts,
-    said,
-    target_of,
-)
-from kit import (
-    VOCAB_SIZE,
-    PatternDrafter,
-    RecordingStreamer,
-    assert_not_vacuous,
-    cache_of,
-    dflow_greedy,
-    plain_greedy,
-    scripted_steps,
-    shared_target,
-    tiny_drafter,
-    tiny_target,
-    tiny_tokenizer,
-    varied_prompt,
-)
+from batches import following
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from hf_dflow import UnsupportedGenerationError
@@ -53,15 +27,15 @@ FAMILIES = {"llama": (0, 55), "gpt2": (2, 138), "mistral_sliding": (0, 2)}
 def setting(family):
     """Target, prompt and the greedy text that it would go on with, a block longer than any test needs."""
     seed, prompt_seed = FAMILIES[family]
-    target = shared_target(family, seed=seed)
-    prompt = varied_prompt(target, len(OFFSETS), first_seed=prompt_seed)
-    text = plain_greedy(target, prompt, NEW_TOKENS + BLOCK_SIZE)[0, prompt.shape[1] :].tolist()
+    target = kit.shared_target(family, seed=seed)
+    prompt = kit.varied_prompt(target, len(OFFSETS), first_seed=prompt_seed)
+    text = kit.plain_greedy(target, prompt, NEW_TOKENS + BLOCK_SIZE)[0, prompt.shape[1] :].tolist()
     return target, prompt, text
 
 
 def script_for(family="llama", pattern=PATTERN):
     target, prompt, text = setting(family)
-    drafter = tiny_drafter(target, BLOCK_SIZE, drafter_class=PatternDrafter)
+    drafter = kit.tiny_drafter(target, BLOCK_SIZE, drafter_class=kit.PatternDrafter)
     drafter.pattern = pattern
     return drafter.follow(prompt[0].tolist() + text, prompt.shape[1])
 
@@ -75,7 +49,7 @@ def both(family="llama", *, pattern=PATTERN, make_extra=dict, **kwargs):
     extras = make_extra(), make_extra()
     plain = target.generate(prompt, do_sample=False, **kwargs, **extras[0])
     drafter = script_for(family, pattern)
-    output = dflow_greedy(target, drafter, prompt, **kwargs, **extras[1])
+    output = kit.dflow_greedy(target, drafter, prompt, **kwargs, **extras[1])
     assert torch.equal(output.sequences, plain.sequences)
     return plain, output, drafter, extras
 
@@ -85,7 +59,7 @@ def assert_cut_after(output, offset):
     statistics = output.statistics
     assert output.sequences.shape[1] == setting("llama")[1].shape[1] + offset + 1
     assert statistics.num_output_tokens == offset + 1
-    accepted = scripted_steps(PATTERN, BLOCK_SIZE, NEW_TOKENS)[0]
+    accepted = kit.scripted_steps(PATTERN, BLOCK_SIZE, NEW_TOKENS)[0]
     expected, written = [], 1
     for length in accepted:
         if written > offset:
@@ -94,7 +68,7 @@ def assert_cut_after(output, offset):
         written += length + 1
     assert statistics.per_step_accepted == expected
     if offset > BLOCK_STARTS:
-        assert_not_vacuous(statistics)
+        kit.assert_not_vacuous(statistics)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +81,7 @@ def test_eos(family, offset):
     text = setting(family)[2]
     eos = text[offset] if offset % 2 else [text[offset], text[offset + 1]]
     plain, output, _, (before, after) = both(
-        family, eos_token_id=eos, output_scores=True, make_extra=lambda: {"streamer": RecordingStreamer()}
+        family, eos_token_id=eos, output_scores=True, make_extra=lambda: {"streamer": kit.RecordingStreamer()}
     )
     assert output.sequences[0, -1] == text[offset]
     assert_cut_after(output, offset)
@@ -116,8 +90,10 @@ def test_eos(family, offset):
     assert len(output.scores) == offset + 1
     for ours, theirs in zip(output.scores, plain.scores, strict=True):
         torch.testing.assert_close(ours, theirs, atol=FLOAT32, rtol=FLOAT32)
-    assert cache_of(output).get_seq_length() == cache_of(plain).get_seq_length() == output.sequences.shape[1] - 1
-    for ours, theirs in zip(cache_of(output).layers, cache_of(plain).layers, strict=True):
+    assert (
+        kit.cache_of(output).get_seq_length() == kit.cache_of(plain).get_seq_length() == output.sequences.shape[1] - 1
+    )
+    for ours, theirs in zip(kit.cache_of(output).layers, kit.cache_of(plain).layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, atol=FLOAT32, rtol=FLOAT32)
         torch.testing.assert_close(ours.values, theirs.values, atol=FLOAT32, rtol=FLOAT32)
 
@@ -126,17 +102,17 @@ def test_rejected_eos_does_not_end():
     """EOS looked for among the drafts instead of among what was accepted."""
     target, prompt, text = setting("llama")
     drafter = script_for()
-    unsaid = next(token for token in range(VOCAB_SIZE - 1) if token not in text)
+    unsaid = next(token for token in range(kit.VOCAB_SIZE - 1) if token not in text)
     drafter._wrong = lambda right: unsaid
-    output = dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=unsaid)
+    output = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=unsaid)
     assert output.sequences[0, prompt.shape[1] :].tolist() == text[:NEW_TOKENS]
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
 
 
 @pytest.mark.parametrize(("offset", "length"), [*((i, 2) for i in OFFSETS), (0, 1), (2, 1), (9, 1)])
 def test_stop_strings(offset, length):
     """A stop string asked for only at a block's end, or one that spans two blocks missed."""
-    text, tokenizer = setting("llama")[2], tiny_tokenizer()
+    text, tokenizer = setting("llama")[2], kit.tiny_tokenizer()
     stop = tokenizer.decode(text[max(0, offset + 1 - length) : offset + 1])
     _, output, _, _ = both(stop_strings=[stop], tokenizer=tokenizer)
     assert_cut_after(output, offset)
@@ -169,7 +145,7 @@ def test_criterion_that_never_fires():
     """The calls of a whole text differ from plain decoding's where nothing cuts a block."""
     _, output, _, (before, after) = both(make_extra=lambda: {"stopping_criteria": StoppingCriteriaList([Fires(999)])})
     assert after["stopping_criteria"][0].calls == before["stopping_criteria"][0].calls
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
 
 
 def test_no_time_left():
@@ -195,7 +171,7 @@ def test_length_budget(limit, pattern):
         output, drafter = both(max_new_tokens=limit, pattern=pattern)[1:3]
     finally:
         handle.remove()
-    accepted, drafted, forwards = scripted_steps(pattern, BLOCK_SIZE, limit)
+    accepted, drafted, forwards = kit.scripted_steps(pattern, BLOCK_SIZE, limit)
     assert output.statistics.num_output_tokens == limit
     assert output.statistics.per_step_accepted == accepted
     assert output.statistics.per_step_drafted == drafted
@@ -220,13 +196,13 @@ def test_min_new_tokens_beyond_a_block(eos_offset):
     """A minimum length checked once a block, so that an EOS inside it passes."""
     target, prompt, text = setting("llama")
     kwargs = {"eos_token_id": text[eos_offset], "min_new_tokens": 2 * BLOCK_SIZE, "max_new_tokens": NEW_TOKENS}
-    plain = plain_greedy(target, prompt, **kwargs)
+    plain = kit.plain_greedy(target, prompt, **kwargs)
     drafter = script_for()
     drafter.follow(plain, prompt.shape[1])
-    output = dflow_greedy(target, drafter, prompt, **kwargs)
+    output = kit.dflow_greedy(target, drafter, prompt, **kwargs)
     assert torch.equal(output.sequences, plain)
     assert output.statistics.num_output_tokens >= 2 * BLOCK_SIZE
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
 
 
 # -- batches: each row ends where it ends alone
@@ -235,33 +211,33 @@ def test_min_new_tokens_beyond_a_block(eos_offset):
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 5, 8, 10, 12])
 def test_eos_at_an_offset_of_a_row(offset):
     """D1 in a batch: tokens behind an EOS inside a block, or a row cut where its neighbour ends."""
-    rows, eos = [0, 3, 1], said(3, 20)[offset]
-    expected = [said(row, 20, [eos]) for row in rows]
-    drafter = following(PatternDrafter, rows, 20, pattern=[2, 7, 7])
-    output = generate(rows, drafter, 20, eos_token_id=eos, pad_token_id=0)
+    rows, eos = [0, 3, 1], batches.said(3, 20)[offset]
+    expected = [batches.said(row, 20, [eos]) for row in rows]
+    drafter = following(kit.PatternDrafter, rows, 20, pattern=[2, 7, 7])
+    output = batches.generate(rows, drafter, 20, eos_token_id=eos, pad_token_id=0)
     lengths = [len(tokens) for tokens in expected]
     longest = max(lengths)
-    assert [new_tokens_of(output, i, rows) for i in range(3)] == [
+    assert [batches.new_tokens_of(output, i, rows) for i in range(3)] == [
         tokens + [0] * (longest - len(tokens)) for tokens in expected
     ]
     assert [row.num_output_tokens for row in output.statistics.per_row] == lengths
     if min(lengths) > 5:
-        assert_not_vacuous(output.statistics)
+        kit.assert_not_vacuous(output.statistics)
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_length_budget_of_a_batch(limit):
     """D3 in a batch: a block, a draft or a target row beyond the room that is left."""
     rows, widths = [0, 3, 1], []
-    drafter = following(PatternDrafter, rows, limit, pattern=[7, 0, 2], offset=1)
-    handle = target_of().register_forward_pre_hook(
+    drafter = following(kit.PatternDrafter, rows, limit, pattern=[7, 0, 2], offset=1)
+    handle = batches.target_of().register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     try:
-        output = generate(rows, drafter, limit)
+        output = batches.generate(rows, drafter, limit)
     finally:
         handle.remove()
-    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, limit) for row in rows]
+    assert [batches.new_tokens_of(output, i, rows) for i in range(3)] == [batches.said(row, limit) for row in rows]
     assert max(widths[1:], default=0) <= max(limit - 1, 1)
     assert limit > 2 or drafter.anchors == [[], [], []]
 
@@ -269,13 +245,13 @@ def test_length_budget_of_a_batch(limit):
 @pytest.mark.parametrize("offset", [0, 3, 4, 9, 12])
 def test_stop_strings_of_a_batch(offset):
     """A stop string looked for in padding, in a neighbour's text, or at the ends of blocks only."""
-    tokenizer, texts = tiny_tokenizer(), [alone(place, 20 + SLACK) for place in range(3)]
-    stop = tokenizer.decode(texts[1][WIDTH + offset - (offset > 0) : WIDTH + offset + 1])
+    tokenizer, texts = kit.tiny_tokenizer(), [batches.alone(place, 20 + batches.SLACK) for place in range(3)]
+    stop = tokenizer.decode(texts[1][batches.WIDTH + offset - (offset > 0) : batches.WIDTH + offset + 1])
     options = {"stop_strings": [stop], "tokenizer": tokenizer}
-    expected = [alone(place, 20, **options) for place in range(3)]
-    output = decode_three(drafter_for(texts), 20, **options)
-    assert [new_ids(output, place) for place in range(3)] == padded_texts(expected)
-    assert len(expected[1]) <= WIDTH + offset + 1
+    expected = [batches.alone(place, 20, **options) for place in range(3)]
+    output = batches.decode_three(batches.drafter_for(texts), 20, **options)
+    assert [batches.new_ids(output, place) for place in range(3)] == batches.padded_texts(expected)
+    assert len(expected[1]) <= batches.WIDTH + offset + 1
 
 
 class FiresByPrompt(StoppingCriteria):
@@ -286,39 +262,43 @@ class FiresByPrompt(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         self.asked.append(input_ids[0].tolist())
-        return torch.tensor([input_ids.shape[1] >= WIDTH + 3 + int(input_ids[0, WIDTH - 1]) % 5] * len(input_ids))
+        return torch.tensor(
+            [input_ids.shape[1] >= batches.WIDTH + 3 + int(input_ids[0, batches.WIDTH - 1]) % 5] * len(input_ids)
+        )
 
 
 def test_criteria_of_a_batch():
     """A criterion that ends all rows when it ends one, or is asked about a row that has ended."""
     single, together = FiresByPrompt(), FiresByPrompt()
-    expected = [alone(place, 20, stopping_criteria=StoppingCriteriaList([single])) for place in range(3)]
-    drafter = drafter_for([alone(place, 20 + SLACK) for place in range(3)])
-    output = decode_three(drafter, 20, stopping_criteria=StoppingCriteriaList([together]))
-    assert [new_ids(output, place) for place in range(3)] == padded_texts(expected)
+    expected = [batches.alone(place, 20, stopping_criteria=StoppingCriteriaList([single])) for place in range(3)]
+    drafter = batches.drafter_for([batches.alone(place, 20 + batches.SLACK) for place in range(3)])
+    output = batches.decode_three(drafter, 20, stopping_criteria=StoppingCriteriaList([together]))
+    assert [batches.new_ids(output, place) for place in range(3)] == batches.padded_texts(expected)
     assert len({len(text) for text in expected}) > 1
     assert sorted(together.asked) == sorted(single.asked)
-    assert decode_three(drafter, 20, max_time=0.0).statistics.num_output_tokens == 3  # looked at before all have ended
+    assert (
+        batches.decode_three(drafter, 20, max_time=0.0).statistics.num_output_tokens == 3
+    )  # looked at before all have ended
 
 
 def test_rows_that_may_end_apart_need_a_padding_token():
     """Rows padded with a token that means something."""
     criteria = StoppingCriteriaList([FiresByPrompt()])
     with pytest.raises(UnsupportedGenerationError, match="pad_token_id"):
-        target = tiny_target("llama", attention="sdpa")
+        target = kit.tiny_target("llama", attention="sdpa")
         target.generation_config.pad_token_id = None
-        ids = torch.cat([alone(0, 1)[None, :WIDTH]] * 2)
-        dflow_greedy(target, tiny_drafter(target), ids, max_new_tokens=4, stopping_criteria=criteria)
+        ids = torch.cat([batches.alone(0, 1)[None, : batches.WIDTH]] * 2)
+        kit.dflow_greedy(target, kit.tiny_drafter(target), ids, max_new_tokens=4, stopping_criteria=criteria)
 
 
-@pytest.mark.parametrize("streamer", [RecordingStreamer(), TextStreamer(tiny_tokenizer())])
+@pytest.mark.parametrize("streamer", [kit.RecordingStreamer(), TextStreamer(kit.tiny_tokenizer())])
 def test_streamed_batches_are_refused(streamer):
     """D4: rows streamed in turns that no reader can tell apart."""
     calls = []
-    handle = target_of().register_forward_pre_hook(lambda *_: calls.append(1))
+    handle = batches.target_of().register_forward_pre_hook(lambda *_: calls.append(1))
     try:
         with pytest.raises(ValueError, match=r"batch of 3|batch size 1"):
-            decode_three(tiny_drafter(target_of()), 4, streamer=streamer)
+            batches.decode_three(kit.tiny_drafter(batches.target_of()), 4, streamer=streamer)
     finally:
         handle.remove()
     assert not calls

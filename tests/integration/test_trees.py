@@ -6,17 +6,6 @@ import internals
 import kit
 import pytest
 import torch
-from kit import (
-    ContextRecorder,
-    NudgedDrafter,
-    assert_not_vacuous,
-    plain_greedy,
-    prompt_of,
-    scripted,
-    shared_target,
-    tiny_drafter,
-    tiny_target,
-)
 from memorize import memorize
 
 from hf_dflow import UnsupportedGenerationError
@@ -33,13 +22,13 @@ def decode(target, drafter, prompt, budget=12, new_tokens=NEW_TOKENS, **options)
 @cache
 def learned_pair(family="llama", attention="eager", is_corrected=False):
     """A pair whose drafter knows most of the target's text, the relay alive; trained once, changed by nobody."""
-    target = shared_target(family, attention=attention)
+    target = kit.shared_target(family, attention=attention)
     layers = {"target_layer_ids": [0, 1]} if family == "gpt2" else {}
-    drafter = tiny_drafter(target, BLOCK, **layers, **(CORRECTION if is_corrected else {}))
+    drafter = kit.tiny_drafter(target, BLOCK, **layers, **(CORRECTION if is_corrected else {}))
     torch.manual_seed(0)
     torch.nn.init.normal_(drafter.relay.down_proj.weight, std=0.02)
-    prompt = prompt_of(PROMPT_LENGTH)
-    text = plain_greedy(target, prompt, NEW_TOKENS + BLOCK)
+    prompt = kit.prompt_of(PROMPT_LENGTH)
+    text = kit.plain_greedy(target, prompt, NEW_TOKENS + BLOCK)
     memorize(drafter, target, text, prompt_length=PROMPT_LENGTH, steps=60)
     return target, drafter, prompt, text[:, : PROMPT_LENGTH + NEW_TOKENS]
 
@@ -52,7 +41,7 @@ def test_the_budget_follows_the_costs(verify, sizes):
     assert torch.equal(output.sequences, text)
     assert set(output.statistics.per_step_drafted[:-4]) == sizes
     if sizes != {1}:
-        assert_not_vacuous(output.statistics)
+        kit.assert_not_vacuous(output.statistics)
     with pytest.raises(UnsupportedGenerationError, match="64 drafts need 65"):
         decode(target, drafter, prompt, budget="auto", step_costs={"draft": 0.1, "verify": verify[:9]})
     with pytest.raises(UnsupportedGenerationError, match="auto"):
@@ -67,10 +56,10 @@ def test_greedy_text_is_the_targets(family, is_corrected):
     target, drafter, prompt, text = learned_pair(family, is_corrected=is_corrected)
     output = decode(target, drafter, prompt, output_scores=True, output_logits=True)
     assert torch.equal(output.sequences, text)
-    plain = plain_greedy(target, prompt, NEW_TOKENS, output_logits=True, return_dict_in_generate=True)
+    plain = kit.plain_greedy(target, prompt, NEW_TOKENS, output_logits=True, return_dict_in_generate=True)
     for ours, theirs in zip(output.logits, plain.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
     assert max(output.statistics.per_step_drafted) == 12
 
 
@@ -82,30 +71,30 @@ def test_a_tree_without_branches_is_the_chain(monkeypatch, is_corrected):
     chain = kit.decode(target, drafter, prompt, NEW_TOKENS).statistics
     alike = decode(target, drafter, prompt, budget=BLOCK - 1).statistics
     assert alike.per_step_accepted == chain.per_step_accepted
-    assert_not_vacuous(chain)
+    kit.assert_not_vacuous(chain)
     off = decode(target, drafter, prompt, budget=BLOCK - 1, use_relay=False).statistics
     assert off.per_step_accepted != alike.per_step_accepted, "the relay does something"
 
 
 def test_context_features_are_those_of_the_text(target):
     """Bug: states of another path, or of its siblings, that all later drafts are conditioned on."""
-    prompt = prompt_of(PROMPT_LENGTH)
-    drafter = scripted(NudgedDrafter, target, prompt, NEW_TOKENS, block_size=BLOCK, relay=None)
+    prompt = kit.prompt_of(PROMPT_LENGTH)
+    drafter = kit.scripted(kit.NudgedDrafter, target, prompt, NEW_TOKENS, block_size=BLOCK, relay=None)
     drafter.nudge = 1.5
-    context = ContextRecorder(drafter)
+    context = kit.ContextRecorder(drafter)
     output = decode(target, drafter, prompt, budget=30)
     states = target(output.sequences, output_hidden_states=True).hidden_states
     expected = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
     rows = torch.cat(context.rows, dim=1)
     assert rows.shape[1] > PROMPT_LENGTH + NEW_TOKENS // 2
     torch.testing.assert_close(rows, expected[:, : rows.shape[1]], atol=PARITY, rtol=PARITY)
-    assert_not_vacuous(output.statistics)
+    kit.assert_not_vacuous(output.statistics)
 
 
 def test_a_second_choice_is_accepted(target):
     """Bug: a tree of which only the likeliest path can be accepted."""
-    prompt = prompt_of(PROMPT_LENGTH)
-    drafter = scripted(NudgedDrafter, target, prompt, NEW_TOKENS, block_size=BLOCK)
+    prompt = kit.prompt_of(PROMPT_LENGTH)
+    drafter = kit.scripted(kit.NudgedDrafter, target, prompt, NEW_TOKENS, block_size=BLOCK)
     drafter.nudge = 1.5
     few = decode(target, drafter, prompt, budget=BLOCK - 1).statistics
     many = decode(target, drafter, prompt, budget=60).statistics
@@ -134,7 +123,7 @@ def test_processors_decide_on_the_path():
     """Bug: a logits processor that the tree's walk ignores and the text too."""
     target, drafter, prompt, _ = learned_pair()
     options = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-    plain = plain_greedy(target, prompt, NEW_TOKENS, **options)
+    plain = kit.plain_greedy(target, prompt, NEW_TOKENS, **options)
     output = decode(target, drafter, prompt, **options)
     assert torch.equal(output.sequences, plain)
     assert max(output.statistics.per_step_accepted) >= 1
@@ -153,18 +142,18 @@ def test_processors_decide_on_the_path():
 )
 def test_what_a_tree_cannot_do_is_refused_before_any_forward(options, message):
     """Bug: text that is not the target's, or a crash in the middle of it."""
-    target = tiny_target()
-    drafter = tiny_drafter(target, BLOCK)
+    target = kit.tiny_target()
+    drafter = kit.tiny_drafter(target, BLOCK)
     target.register_forward_hook(lambda *_: pytest.fail("a forward was run"))
     with pytest.raises(UnsupportedGenerationError, match=message):
-        decode(target, drafter, prompt_of(5), **options)
+        decode(target, drafter, kit.prompt_of(5), **options)
 
 
 def test_batches_and_windows_are_refused():
     """Bug: rows that see each other's nodes; a window that counts nodes as positions."""
-    target = shared_target()
+    target = kit.shared_target()
     with pytest.raises(UnsupportedGenerationError, match="2 sequences at once"):
-        decode(target, tiny_drafter(target, BLOCK), prompt_of(5).repeat(2, 1))
-    sliding = shared_target("gemma_sliding")
+        decode(target, kit.tiny_drafter(target, BLOCK), kit.prompt_of(5).repeat(2, 1))
+    sliding = kit.shared_target("gemma_sliding")
     with pytest.raises(UnsupportedGenerationError, match="not full attention"):
-        decode(sliding, tiny_drafter(sliding, BLOCK), prompt_of(5))
+        decode(sliding, kit.tiny_drafter(sliding, BLOCK), kit.prompt_of(5))
