@@ -242,3 +242,11 @@ def test_a_quantised_head_is_read_by_its_logits():
     hidden = torch.randn(3, 32, dtype=torch.float64)
     head = head_rows(drafter, linear_head(drafter, target), torch.arange(64))
     torch.testing.assert_close(nn.functional.linear(hidden, head.weight, head.bias), target.lm_head(hidden))
+
+
+def test_the_weight_of_tokens_outside_the_data_goes_to_those_inside():
+    """Catches: a teacher's tokens mapped to other candidates, and slots whose weights no longer sum to 1."""
+    targets = SlotTargets(torch.tensor([[[3, 9, 5], [9, 9, 9]]]), torch.tensor([[[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]]))
+    relabelled = CandidateVocabulary(torch.tensor([3, 5, 19]), VOCAB, num_others=4).relabel(targets)
+    assert relabelled.ids[0, 0, [0, 2]].tolist() == [0, 1]
+    torch.testing.assert_close(relabelled.weights, torch.tensor([[[5 / 7, 0.0, 2 / 7], [0.0, 0.0, 0.0]]]))
