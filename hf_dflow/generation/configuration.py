@@ -1,5 +1,6 @@
 """The options of `speculation_type="dflow"` and the one place where their precedence is decided."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -8,7 +9,7 @@ from transformers import GenerationConfig
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import SPECULATION_TYPE
 from hf_dflow.generation.acceptance import AcceptanceProcessor, AcceptanceThreshold
-from hf_dflow.generation.mixture import LEARNED, StaleMixture, is_mixture_weight
+from hf_dflow.generation.mixture import LEARNED, StaleMixture
 from hf_dflow.generation.policy.costs import StepCosts
 from hf_dflow.generation.policy.monitor import MonitoredRoute
 from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO, LARGEST_TREE
@@ -142,83 +143,86 @@ def resolve_options(
         options.use_relay = drafter.relay is not None
     if options.use_correction is None:
         options.use_correction = drafter.causal_correction is not None
-    longest = drafter.config.drafts_per_block
     if options.num_draft_tokens is None:
-        options.num_draft_tokens = longest
-    _check(options, drafter, longest)
+        options.num_draft_tokens = drafter.config.drafts_per_block
+    _check(options, drafter)
     return options
 
 
-def _check(options: DFlowOptions, drafter: DFlowDrafter, longest: int) -> None:
-    if options.use_relay and drafter.relay is None:
-        raise UnsupportedGenerationError(
-            "use_relay=True, but this drafter has no relay weights; load one with a relay or leave use_relay out."
-        )
-    if options.use_correction and drafter.causal_correction is None:
-        raise UnsupportedGenerationError(
-            "use_correction=True, but this drafter has no causal correction; load one that has, or leave it out."
-        )
-    if options.verification is not None and options.verification not in SAMPLING_RULES:
-        raise UnsupportedGenerationError(
-            f"verification='{options.verification}' is unknown; use one of {', '.join(SAMPLING_RULES)}."
-        )
-    if type(options.num_draft_tokens) is not int or not 1 <= options.num_draft_tokens <= longest:
-        raise UnsupportedGenerationError(
-            f"num_draft_tokens={options.num_draft_tokens}; this drafter's block of {drafter.config.block_size} "
-            f"allows 1 … {longest}."
-        )
-    if options.adaptive_length not in (None, True, False):
-        raise UnsupportedGenerationError(f"adaptive_length={options.adaptive_length!r}; use True or False.")
-    budget = options.tree_budget
-    if budget not in (None, AUTO) and (type(budget) is not int or not 1 <= budget <= LARGEST_TREE):
-        raise UnsupportedGenerationError(
-            f'tree_budget={budget!r}; use a whole number of drafts, 1 … {LARGEST_TREE}, "{AUTO}", or False.'
-        )
-    if budget is not None and options.adaptive_length:
-        raise UnsupportedGenerationError("tree_budget does not go with adaptive_length; leave one of them out.")
+def _is_integer(value: Any, smallest: int, largest: int) -> bool:
+    return type(value) is int and smallest <= value <= largest
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value <= 1.0
+
+
+def _is_list_of(is_item: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(is_item, value))
+
+
+# What each option may be once it is set, and in words. `StepCosts.read` checks the costs.
+ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "use_relay": (lambda value: value in (True, False), "use True or False"),
+    "use_correction": (lambda value: value in (True, False), "use True or False"),
+    "verification": (lambda value: value in SAMPLING_RULES, f"use one of {', '.join(SAMPLING_RULES)}"),
+    "adaptive_length": (lambda value: value in (True, False), "use True or False"),
+    "tree_budget": (
+        lambda value: value == AUTO or _is_integer(value, 1, LARGEST_TREE),
+        f'use a whole number of drafts, 1 … {LARGEST_TREE}, "{AUTO}", or False',
+    ),
+    "acceptance_threshold": (_is_share, "use a probability in (0, 1], or False"),
+    "stale_mixture": (
+        lambda value: isinstance(value, bool) or value == LEARNED or _is_share(value),
+        f'use True, False, "{LEARNED}" or a fixed weight in (0, 1]',
+    ),
+    "acceptance_processors": (
+        lambda value: _is_list_of(lambda item: isinstance(item, AcceptanceProcessor), value),
+        "give a list of AcceptanceProcessor objects. A LogitsProcessor goes into generate's own logits_processor",
+    ),
+    "kernel_backend": (lambda value: value in BACKENDS, f"use one of {', '.join(BACKENDS)}"),
+    "seeds": (
+        lambda value: _is_list_of(lambda item: _is_integer(item, 0, 2**63 - 1), value),
+        "give a list of integers from 0 to 2**63 - 1",
+    ),
+    "monitor": (
+        lambda value: isinstance(value, MonitoredRoute),
+        "give one route of an AcceptanceMonitor: monitor.route('chat')",
+    ),
+    "chat_mode": (lambda value: value in CHAT_MODES, f"use one of {', '.join(CHAT_MODES)}"),
+}
+
+
+def _check(options: DFlowOptions, drafter: DFlowDrafter) -> None:
+    """Refuse values that are not allowed, then what does not fit the drafter, then what contradicts another option."""
+    for name, (is_allowed, allowed) in ALLOWED.items():
+        value = getattr(options, name)
+        if value is not None and not is_allowed(value):
+            raise UnsupportedGenerationError(f"{name}={value!r}; {allowed}.")
+    block_size, longest = drafter.config.block_size, drafter.config.drafts_per_block
+    refusals = {
+        "use_relay=True, but this drafter has no relay weights; load one with a relay or leave use_relay out.": (
+            options.use_relay and drafter.relay is None
+        ),
+        "use_correction=True, but this drafter has no causal correction; load one that has, or leave it out.": (
+            options.use_correction and drafter.causal_correction is None
+        ),
+        f"num_draft_tokens={options.num_draft_tokens!r}; this drafter's block of {block_size} allows 1 … {longest}.": (
+            not _is_integer(options.num_draft_tokens, 1, longest)
+        ),
+        f'stale_mixture="{LEARNED}", but nothing was fitted for this drafter; run hf-dflow calibrate, or use True or a '
+        "fixed weight in (0, 1].": options.stale_mixture == LEARNED and "mixture" not in options.fitted,
+        "tree_budget does not go with adaptive_length; leave one of them out.": (
+            options.tree_budget is not None and options.adaptive_length
+        ),
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise UnsupportedGenerationError(reason)
     if options.step_costs is not None:
-        StepCosts.read(options.step_costs, LARGEST_AUTO if budget == AUTO else longest)
-    if options.kernel_backend is not None and options.kernel_backend not in BACKENDS:
-        raise UnsupportedGenerationError(
-            f"kernel_backend='{options.kernel_backend}' is unknown; use one of {', '.join(BACKENDS)}."
-        )
-    mixture = options.stale_mixture
-    if mixture == LEARNED and "mixture" not in options.fitted:
-        raise UnsupportedGenerationError(
-            f'stale_mixture="{LEARNED}", but nothing was fitted for this drafter; run hf-dflow calibrate, or use True '
-            "or a fixed weight in (0, 1]."
-        )
-    if not (mixture is None or isinstance(mixture, bool) or mixture == LEARNED or is_mixture_weight(mixture)):
-        raise UnsupportedGenerationError(
-            f'stale_mixture={mixture!r}; use True, False, "{LEARNED}" or a fixed weight in (0, 1].'
-        )
-    threshold = options.acceptance_threshold
-    is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-    if threshold is not None and not (is_number and 0.0 < threshold <= 1.0):
-        raise UnsupportedGenerationError(f"acceptance_threshold={threshold!r}; use a probability in (0, 1], or False.")
-    given = [] if options.acceptance_processors is None else options.acceptance_processors
-    if not isinstance(given, list | tuple) or not all(isinstance(one, AcceptanceProcessor) for one in given):
-        raise UnsupportedGenerationError(
-            f"acceptance_processors={given!r}; give a list of AcceptanceProcessor objects. A LogitsProcessor goes into "
-            "generate's own logits_processor."
-        )
-    if options.chat_mode is not None and options.chat_mode not in CHAT_MODES:
-        raise UnsupportedGenerationError(
-            f"chat_mode={options.chat_mode!r} is unknown; use one of {', '.join(CHAT_MODES)}."
-        )
-    if options.seeds is not None and not _are_seeds(options.seeds):
-        raise UnsupportedGenerationError(f"seeds={options.seeds!r}; give a list of integers from 0 to 2**63 - 1.")
-    if options.monitor is not None and not isinstance(options.monitor, MonitoredRoute):
-        raise UnsupportedGenerationError(
-            f"monitor is a {type(options.monitor).__name__}; give one route of an AcceptanceMonitor: "
-            "monitor.route('chat')."
-        )
+        StepCosts.read(options.step_costs, LARGEST_AUTO if options.tree_budget == AUTO else longest)
     if options.lossy_names and options.verification == "block":
         raise UnsupportedGenerationError(
             f"{', '.join(options.lossy_names)} relaxes acceptance token by token, which block verification does not "
             "have; use verification='token'."
         )
-
-
-def _are_seeds(seeds: Any) -> bool:
-    return isinstance(seeds, list | tuple) and all(type(seed) is int and 0 <= seed < 2**63 for seed in seeds)

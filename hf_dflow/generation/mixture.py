@@ -5,7 +5,6 @@ j - a. It may enter the draft law, as that law is what sampling, ratio and resid
 2211.17192, require no more of q than that); it never enters the accept test.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -195,10 +194,3 @@ class StaleMixture(AcceptanceProcessor):
         credit = torch.where(is_revealed, stale / (own + stale).clamp(min=1e-30) / mixed.kept.clamp(min=1e-6), 0.0)
         for total, amount in ((self._credit, credit.clamp(max=1.0)), (self._counts, is_revealed)):
             total.index_add_(0, mixed.buckets[0].to(total.device), amount[0].to(total))
-
-
-def is_mixture_weight(value: object) -> bool:
-    """Whether `value` is a fixed weight, a number in (0, 1]."""
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value <= 1.0 and math.isfinite(value)
-    )
