@@ -5,6 +5,7 @@ import importlib.util
 import re
 
 import pytest
+import typer
 import yaml
 from documents import DOCUMENTS, ROOT, anchors, blocks, inline_code, name_of, prose
 from typer.main import get_command
@@ -96,14 +97,28 @@ def test_commands_and_their_options_exist(document):
                 assert re.search(rf"^{words[1]}:", makefile, re.M), part
             elif words[:1] == ["hf-dflow"]:
                 check_command(root, words[1:])
-            elif words[:2] == ["python", "-m"] and words[2].split(".")[0] in ("hf_dflow", "experiments"):
-                assert words[2] == "experiments.NAME" or importlib.util.find_spec(words[2]), part
+            elif words[:2] == ["python", "-m"] and words[2].startswith("hf_dflow"):
+                resolve(words[2])
+            elif words[:2] == ["python", "-m"] and words[2].startswith("experiments") and "NAME" not in words[2]:
+                check_command(experiment_command(words[2]), words[3:])
+
+
+def experiment_command(name):
+    """The command line of `python -m name`."""
+    module = resolve(name)
+    if hasattr(module, "__path__"):
+        module = resolve(f"{name}.__main__")
+    if hasattr(module, "app"):
+        return get_command(module.app)
+    single = typer.Typer()
+    single.command()(module.main)
+    return get_command(single)
 
 
 def check_command(command, words):
     """Follow the subcommands, then look at each option."""
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
-        assert words[0] in command.commands, f"hf-dflow: no command {words[0]}"
+        assert words[0] in command.commands, f"{command.name}: no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]
     options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
     for word in words:
