@@ -1,6 +1,7 @@
 """An OpenAI-compatible server on loopback that streams, and misbehaves where a prompt asks for it."""
 
 import json
+import ssl
 import threading
 import time
 from collections import Counter
@@ -133,11 +134,6 @@ class Handler(BaseHTTPRequestHandler):
         self._raw('data: {"choices": [{"delta"\n\n')
         self._end()
 
-    def _odd(self, attempt):
-        self._start()
-        self._event({"choices": [{"index": 0}]})
-        self._end()
-
     def _error(self, attempt):
         self._start()
         self._event({"error": {"message": "out of memory"}})
@@ -148,6 +144,17 @@ class Handler(BaseHTTPRequestHandler):
         while not self.server.released.is_set():
             self._raw("x" * 65536)
 
+    def _packed(self, attempt):
+        """Says gzip, and sends none."""
+        text = b"data: none of it is packed\n\n"
+        packed = {"Content-Type": "text/event-stream", "Content-Encoding": "gzip", "Content-Length": str(len(text))}
+        self._head(200, packed)
+        self.wfile.write(text)
+
+    def _mute(self, attempt):
+        """Takes the request and says nothing, not even a status."""
+        self.server.released.wait(20)
+
     def _silent(self, attempt):
         self._start()
         self._raw("data: [DONE]\n\n")
@@ -155,14 +162,18 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving():
-    """The server, on a free port; its `url` ends in /v1."""
+def serving(certificate=None, key=None):
+    """The server, on a free port; its `url` ends in /v1. With the files of a certificate it speaks TLS."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.lock, server.released = threading.Lock(), threading.Event()
     server.bodies, server.keys, server.tries, server.open, server.most_open = [], [], Counter(), 0, 0
     server.metrics = lambda: ""
-    server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.url = f"http{'s' if certificate else ''}://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -4,16 +4,18 @@ The key is read from the environment, sent in the header, and appears in no reco
 """
 
 import asyncio
-import contextlib
 import json
 import math
 import os
 import random
 import re
+import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -26,9 +28,9 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 10.0  # seconds that a server's Retry-After may ask for
 LONGEST_LINE = 2**20  # characters without an end of line, after which a stream is no stream of events
-
-TEXTS = ("content", "reasoning_content", "reasoning")  # of a piece; servers call what a model thinks in two ways
-LARGEST_COUNT = 10**9  # tokens of an answer, above which a server's count is none
+LONGEST_REASON = 200  # characters of a server's own words
+TEXTS = ("content", "reasoning_content", "reasoning")  # of a piece; servers name a model's thoughts in two ways
+LARGEST_COUNT = 10**9  # tokens of an answer, above which a server's count is not believed
 
 OK, STALLED, CUT, MALFORMED, REFUSED, UNREACHABLE, EMPTY = (
     "ok", "stalled", "cut", "malformed", "refused", "unreachable", "empty",
@@ -37,7 +39,7 @@ OK, STALLED, CUT, MALFORMED, REFUSED, UNREACHABLE, EMPTY = (
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """How a load is put on an endpoint."""
+    """How a load is put on an endpoint. An answer that broke off is not asked for again: its failure is a result."""
 
     url: Annotated[str, typer.Option("--endpoint", help="Address of an OpenAI-compatible server, up to and with /v1.")]
     model: Annotated[str, typer.Option(help="As the server calls it.")]
@@ -45,22 +47,25 @@ class EndpointSettings:
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at any time.")] = 1
     output_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0
-    # An answer that broke off is not asked for again: its failure is a result.
-    retries: Annotated[int, typer.Option(min=0, help="Of a request that was refused for now, or lost its way.")] = 2
+    retries: Annotated[int, typer.Option(min=0, help="Of a request that was refused for now.")] = 2
     connect_seconds: Annotated[float, typer.Option(help="Longest wait for a connection.")] = 10.0
     stall_seconds: Annotated[float, typer.Option(help="Longest silence within an answer.")] = 30.0
     request_seconds: Annotated[float, typer.Option(help="Longest answer.")] = 300.0
     backoff_seconds: Annotated[float, typer.Option(help="First pause before a retry; it doubles each time.")] = 0.5
+    max_tokens_field: Annotated[
+        str, typer.Option(help="How the server calls the longest answer: max_tokens or max_completion_tokens.")
+    ] = "max_tokens"
+    ca_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Certificates to trust; SSL_CERT_FILE by default.")
+    ] = None
 
     def __post_init__(self):
         if not self.url.startswith(("http://", "https://")):
             raise DFlowError(f"--endpoint {self.url}: give an address that starts with http:// or https://")
         if "@" in self.url.split("://", 1)[1].split("/", 1)[0]:
             raise DFlowError("--endpoint holds a user name or password; keys belong into the environment, not into it")
-        if _address(self.url) is None:
-            raise DFlowError(
-                f"--endpoint {self.url}: no server and port can be read from it, as in http://HOST:8000/v1"
-            )
+        if not _has_host(self.url):
+            raise DFlowError(f"--endpoint {self.url}: give its server and port, as in http://HOST:8000/v1")
         if min(self.concurrency, self.output_tokens) < 1 or self.retries < 0:
             raise DFlowError("concurrency and output tokens must be 1 or more, retries 0 or more")
         limits = (self.connect_seconds, self.stall_seconds, self.request_seconds)
@@ -68,21 +73,32 @@ class EndpointSettings:
             raise DFlowError("time limits must be above 0 seconds, and finite")
 
     @property
-    def root(self) -> str:
-        return self.url.rstrip("/")
-
-    @property
     def model_name(self) -> str:
-        """The model in records. Some servers call it by its folder, of which only the last part means anything here."""
+        """The model in records. Some servers call it by its folder, of which only the last part is kept."""
         is_path = self.model.startswith(("/", "./", "../", "~")) or "\\" in self.model
         return re.split(r"[/\\]", self.model.rstrip("/\\"))[-1] if is_path else self.model
 
     def seconds_at_most(self, requests: int) -> float:
         """An upper bound of the time that so many requests take, whatever the server does."""
-        tries = 1 + self.retries
-        waits = self.retries * LONGEST_WAIT
-        turns = -(-requests // self.concurrency)
-        return turns * (tries * (self.connect_seconds + self.request_seconds) + waits)
+        a_try = self.connect_seconds + self.request_seconds
+        return -(-requests // self.concurrency) * ((1 + self.retries) * a_try + self.retries * LONGEST_WAIT)
+
+    def client_options(self) -> dict[str, Any]:
+        """Options of httpx's clients. A proxy or .netrc of this machine would change what is measured."""
+        key, certificates = os.environ.get(KEY_VARIABLE), self.ca_file or os.environ.get("SSL_CERT_FILE")
+        return {
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
+            "verify": ssl.create_default_context(cafile=str(certificates)) if certificates else True,
+            "trust_env": False,
+        }
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, an unmatched bracket
+        return False
 
 
 @dataclass
@@ -113,28 +129,19 @@ class _Failure(Exception):
         self.outcome, self.detail, self.is_retried, self.wait = outcome, detail, is_retried, wait
 
 
-def _address(url: str) -> tuple[str, int | None] | None:
-    """Host and port of an address; `None` where it has none that could be."""
-    try:
-        parts = urlsplit(url)
-        return (parts.hostname, parts.port) if parts.hostname else None
-    except ValueError:  # a port beyond 65535, a bracket without its other
-        return None
+@dataclass(frozen=True)
+class Piece:
+    """What one event of a stream brings: text, the server's count of tokens so far, and whether the answer ends."""
 
-
-def key_from_environment() -> str | None:
-    """`OPENAI_API_KEY`, where it is set."""
-    return os.environ.get(KEY_VARIABLE) or None
+    text: str = ""
+    count: int | None = None
+    is_last: bool = False
 
 
 def run_load(
     settings: EndpointSettings, prompts: Sequence[Prompt], on_done: Callable[[], Any] = lambda: None
 ) -> tuple[list[RequestResult], float]:
-    """Send every prompt once, `concurrency` at a time.
-
-    Returns:
-        `tuple[list[RequestResult], float]`: One result for each prompt, in order; and the seconds of the whole load.
-    """
+    """Send every prompt once, `concurrency` at a time: one result for each, in order, and the seconds of all."""
     start = time.perf_counter()
     results = asyncio.run(_all(settings, prompts, on_done))
     return results, time.perf_counter() - start
@@ -143,47 +150,41 @@ def run_load(
 async def _all(settings: EndpointSettings, prompts: Sequence[Prompt], on_done: Callable[[], Any]):
     import httpx
 
-    key = key_from_environment()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Timeout(settings.stall_seconds, connect=settings.connect_seconds, pool=None)
+    timeout = httpx.Timeout(settings.stall_seconds, connect=settings.connect_seconds, pool=None)
     gate = asyncio.Semaphore(settings.concurrency)
     pool = httpx.Limits(max_connections=settings.concurrency)
-    # trust_env off: a proxy or .netrc of this machine would change what is measured, or send a key of its own.
-    async with httpx.AsyncClient(headers=headers, timeout=limits, limits=pool, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=timeout, limits=pool, **settings.client_options()) as client:
 
-        async def one(prompt: Prompt) -> RequestResult:
+        async def request(prompt: Prompt) -> RequestResult:
             async with gate:
                 result = await _request(client, settings, prompt, random.Random(prompt.digest))
             on_done()
             return result
 
-        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+        return list(await asyncio.gather(*map(request, prompts)))
 
 
 async def _request(client: Any, settings: EndpointSettings, prompt: Prompt, dice: random.Random) -> RequestResult:
-    result = RequestResult(prompt)
+    retries: Counter = Counter()
     for attempt in range(1 + settings.retries):
-        result.text, result.tokens, result.is_counted_by_server, result.first_token_seconds = "", 0, False, 0.0
+        result = RequestResult(prompt, retries=retries)
         start = time.perf_counter()
         try:
             await asyncio.wait_for(_stream(client, settings, result, start), settings.request_seconds)
-            result.outcome, result.detail = OK, ""
-            if not result.text:
-                result.outcome, result.detail = EMPTY, "the answer holds no text"
+            result.outcome, result.detail = (OK, "") if result.text else (EMPTY, "the answer holds no text")
             failure = None
         except asyncio.TimeoutError:
             failure = _Failure(STALLED, f"not finished after {settings.request_seconds:g} s")
         except _Failure as error:
             failure = error
         result.seconds = time.perf_counter() - start
-        if failure is None:
-            return result
-        result.outcome, result.detail = failure.outcome, failure.detail
-        if not failure.is_retried or attempt == settings.retries:
-            return result
-        result.retries[failure.detail] += 1
+        if failure is not None:
+            result.outcome, result.detail = failure.outcome, failure.detail
+        if failure is None or not failure.is_retried or attempt == settings.retries:
+            break
+        retries[failure.detail] += 1
         pause = settings.backoff_seconds * 2**attempt * (0.5 + dice.random())
-        await asyncio.sleep(min(LONGEST_WAIT, failure.wait if failure.wait is not None else pause))
+        await asyncio.sleep(min(LONGEST_WAIT, pause if failure.wait is None else failure.wait))
     return result
 
 
@@ -194,83 +195,112 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
     body = {
         "model": settings.model,
         "messages": [{"role": "user", "content": result.prompt.text}],
-        "max_tokens": settings.output_tokens,
+        settings.max_tokens_field: settings.output_tokens,
         "temperature": settings.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    is_over = False
+    is_over, pieces = False, 0
     try:
-        async with client.stream("POST", f"{settings.root}/chat/completions", json=body) as response:
+        async with client.stream("POST", f"{settings.url.rstrip('/')}/chat/completions", json=body) as response:
             if response.status_code != 200:
-                raise _refusal(response.status_code, response.headers.get("retry-after"))
-            pieces = 0
-            async for line in _lines(response):
-                if not line.startswith("data:"):
-                    continue  # comments, event names, empty lines
-                data = line[5:].strip()
-                if data == "[DONE]":
+                raise await _refusal(response)
+            async for data in _events(response):
+                if data.strip() == "[DONE]":
                     is_over = True
                     break
-                text, usage, is_last = _event(data)
-                is_over = is_over or is_last  # not every server ends with [DONE]
-                if text:
+                piece = _piece(data)
+                is_over = is_over or piece.is_last  # not every server ends with [DONE]
+                if piece.text:
                     pieces += 1
-                    result.text += text
-                    if not result.first_token_seconds:
-                        result.first_token_seconds = time.perf_counter() - start
-                if usage is not None:
-                    result.tokens, result.is_counted_by_server = usage, True
-            if not result.tokens:  # nobody counted, or counted none though there is text
-                result.tokens, result.is_counted_by_server = pieces, False
+                    result.text += piece.text
+                    result.first_token_seconds = result.first_token_seconds or time.perf_counter() - start
+                if piece.count is not None:
+                    result.tokens, result.is_counted_by_server = piece.count, True
     except httpx.DecodingError as error:
         raise _Failure(MALFORMED, "bytes that are not in the encoding that the server names") from error
     except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
         raise _Failure(STALLED, f"nothing for {settings.stall_seconds:g} s") from error
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            raise _Failure(UNREACHABLE, "its certificate is not trusted here; name its CA: --ca-file") from error
         raise _Failure(UNREACHABLE, f"no connection ({type(error).__name__})", is_retried=True) from error
     except httpx.TransportError as error:
         raise _Failure(CUT, f"the connection broke ({type(error).__name__})") from error
+    if not result.tokens:  # nobody counted, or counted none though there is text
+        result.tokens, result.is_counted_by_server = pieces, False
     if not is_over:
         raise _Failure(CUT, "the stream ended without [DONE] or a finish_reason")
 
 
-async def _lines(response: Any):
-    """Lines of an answer; a server that never ends one is malformed, not a full memory."""
-    held = ""
-    async for piece in response.aiter_text():
-        held += piece
-        *lines, held = held.replace("\r\n", "\n").split("\n")
+async def _events(response: Any) -> AsyncIterator[str]:
+    """The data of each event: its `data:` lines up to an empty line, as the HTML standard defines event streams."""
+    data: list[str] = []
+    async for line in _lines(response):
+        if line.startswith("data:"):
+            data.append(line[5:].removeprefix(" "))
+        elif not line and data:
+            yield "\n".join(data)
+            data = []
+    if data:
+        yield "\n".join(data)
+
+
+async def _lines(response: Any) -> AsyncIterator[str]:
+    """Lines of a stream, without a byte-order mark; a server that never ends one is malformed, not a full memory."""
+    rest, is_first = "", True
+    async for text in response.aiter_text():
+        rest += text.removeprefix("\ufeff") if is_first else text
+        is_first = False
+        *lines, rest = rest.replace("\r\n", "\n").split("\n")
         for line in lines:
             yield line
-        if len(held) > LONGEST_LINE:
+        if len(rest) > LONGEST_LINE:
             raise _Failure(MALFORMED, f"a line of more than {LONGEST_LINE} characters")
-    if held:
-        yield held
+    if rest:
+        yield rest
 
 
-def _event(data: str) -> tuple[str, int | None, bool]:
-    """Text of an event, the token count where it brings one, and whether it says why the answer ends."""
+def _piece(data: str) -> Piece:
+    """What an event brings; whatever a server leaves out is only missing."""
     try:
         event = json.loads(data)
-        if event.get("error") is not None:
-            raise _Failure(REFUSED, "the server reports an error in the stream")
-        usage = event.get("usage")
-        count = None if usage is None else usage["completion_tokens"]
-        choices = event.get("choices") or []
-        text = "".join(
-            next((choice["delta"][key] for key in TEXTS if choice["delta"].get(key)), "") for choice in choices
-        )
-        is_last = any(choice.get("finish_reason") for choice in choices)
-        if count is not None and (type(count) is not int or not 0 <= count <= LARGEST_COUNT):
+        if event.get("error") is not None or event.get("object") == "error" or "detail" in event:
+            raise _Failure(REFUSED, f"the server reports an error in the stream{_reason(event)}")
+        count = (event.get("usage") or {}).get("completion_tokens")
+        if count is not None and (isinstance(count, bool) or count != int(count) or not 0 <= count <= LARGEST_COUNT):
             raise TypeError(f"completion_tokens is {count!r}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        text, is_last = "", False
+        for choice in event.get("choices") or []:
+            delta, finish = choice.get("delta") or {}, choice.get("finish_reason")
+            if finish in ("error", "abort"):
+                raise _Failure(REFUSED, f"the server ended the answer: {finish}")
+            text += next((delta[key] for key in TEXTS if delta.get(key)), "")
+            is_last = is_last or bool(finish)
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise _Failure(MALFORMED, f"an event that is none ({type(error).__name__})") from error
-    return text, count, is_last
+    return Piece(text, None if count is None else int(count), is_last)
 
 
-def _refusal(status: int, retry_after: str | None) -> _Failure:
-    wait = None
-    with contextlib.suppress(ValueError):  # it may be a date: the usual pause will do
-        wait = None if retry_after is None else max(0.0, float(retry_after))
-    return _Failure(REFUSED, f"status {status}", is_retried=status in RETRIED, wait=wait)
+async def _refusal(response: Any) -> _Failure:
+    """A status that is no answer, with the server's own reason."""
+    status, wait = response.status_code, None
+    with suppress(ValueError, TypeError):  # it may be a date, or missing: the usual pause will do
+        wait = max(0.0, float(response.headers.get("retry-after")))
+    reason = ""
+    with suppress(ValueError):
+        reason = _reason(json.loads(await response.aread()))
+    return _Failure(REFUSED, f"status {status}{reason}", is_retried=status in RETRIED, wait=wait)
+
+
+def _reason(body: Any) -> str:
+    """The server's own words in an error's body, shortened, without what a terminal could take for commands."""
+    for name in ("error", "message", "detail"):
+        if isinstance(body, dict) and body.get(name):
+            body = body[name]
+    if not isinstance(body, str):
+        return ""
+    secret = os.environ.get(KEY_VARIABLE)
+    words = body.replace(secret, "…") if secret else body
+    words = "".join(letter if letter.isprintable() else " " for letter in words)
+    return f": {' '.join(words.split())[:LONGEST_REASON]}"

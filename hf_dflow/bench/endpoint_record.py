@@ -1,4 +1,4 @@
-"""What a load on an endpoint came to: outcomes, latencies, and acceptance where the server is a vLLM that counts it."""
+"""The record of a load on an endpoint: outcomes, latencies, and acceptance where the server is a vLLM."""
 
 import math
 import re
@@ -11,34 +11,38 @@ from rich.progress import Progress
 
 from hf_dflow._version import __version__
 from hf_dflow.bench.conditions import ENDPOINT, prompts_digest, run_conditions
-from hf_dflow.bench.endpoint import OK, EndpointSettings, RequestResult, key_from_environment, run_load
+from hf_dflow.bench.endpoint import OK, REFUSED, UNREACHABLE, EndpointSettings, RequestResult, run_load
 from hf_dflow.bench.figures import Timed, latencies
 from hf_dflow.bench.workloads import ALL_TASKS, Prompt
 from hf_dflow.console import Presentation, Remark, ResultTable
+from hf_dflow.errors import DFlowError
 
-SPEC_METRIC = re.compile(r"^(vllm:spec_decode_\w+?)(?:_total)?(?P<labels>\{[^}]*\})?\s+(?P<value>[-+.eE\d]+)\s*$")
-POSITION = re.compile(r'position="(\d+)"')
+PREFIX = "vllm:spec_decode_"
 TIMES = ("p50 s", "p95 s", "p99 s", "first token s", "per token ms", "tokens/s")
-SERVERS_OWN = "the server's own"  # what a client cannot see
+# What a client cannot see.
+UNSEEN = ("quantization", "dtype", "device", "cpu", "threads", "drafter", "block_size", "chat_template", "thinking")
 
 
 def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Warm up with one request, put the load on, and summarise: all requests, and by task."""
-    run_load(settings, prompts[:1])
-    before = read_spec_metrics(settings.url)
+    """Warm up with one request, put the load on, and summarise: all requests, and by task.
+
+    Raises:
+        DFlowError: Not even the first request was let in.
+    """
+    (first,), _ = run_load(settings, prompts[:1])
+    if first.outcome in (REFUSED, UNREACHABLE):
+        raise DFlowError(f"{settings.url}: {first.detail}")
+    before = read_spec_metrics(settings)
     with Progress() as progress:
         bar = progress.add_task("requests", total=len(prompts))
         results, seconds = run_load(settings, prompts, lambda: progress.advance(bar))
-    after = read_spec_metrics(settings.url)
-    tasks = dict.fromkeys(prompt.task for prompt in prompts)
-    by_task = {}
-    for task in tasks:
-        mine = [one for one in results if one.prompt.task == task]
-        by_task[task] = summarise_load(mine, seconds)
-    unseen = ("quantization", "dtype", "device", "cpu", "threads", "drafter", "block_size", "chat_template", "thinking")
+    after = read_spec_metrics(settings)
+    by_task: dict[str, list[RequestResult]] = {}
+    for result in results:
+        by_task.setdefault(result.prompt.task, []).append(result)
     mode = f"T={settings.temperature:g}"
-    stated = {
-        **dict.fromkeys(unseen, SERVERS_OWN),
+    conditions = {
+        **dict.fromkeys(UNSEEN, "the server's own"),
         "versions": {"hf_dflow": __version__},
         "engine": ENDPOINT,
         **({} if settings.server is None else {"server": settings.server}),
@@ -49,13 +53,95 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
         "concurrency": settings.concurrency,
         "prompts": len(prompts),
         "prompts_sha256": prompts_digest(prompts),
-        "measuring": "one request to warm up, then all at once in so many lanes",
+        "measuring": "one request to warm up, then as many at a time as stated",
     }
     return {
         "all": summarise_load(results, seconds),
-        "by_task": by_task,
+        "by_task": {task: summarise_load(group) for task, group in by_task.items()},
         "acceptance": acceptance_between(before, after),
-        "conditions": run_conditions(**stated),
+        "conditions": run_conditions(**conditions),
+    }
+
+
+def summarise_load(results: Sequence[RequestResult], wall_seconds: float | None = None) -> dict[str, Any]:
+    """Latencies of what was answered, and a count of everything that was asked.
+
+    Args:
+        wall_seconds (`float`, *optional*): Of the whole load. A part of a load shares the server with the others, so
+            it has no throughput of its own.
+    """
+    good = [result for result in results if result.outcome == OK]
+    tokens = sum(result.tokens for result in good)
+    timed = [Timed(one.prompt.digest, one.seconds, one.first_token_seconds, one.tokens) for one in good]
+    return {
+        "requests": len(results),
+        "outcomes": dict(Counter(result.outcome for result in results)),
+        "failures": dict(Counter(result.detail for result in results if result.outcome != OK)),
+        "retries": dict(sum((result.retries for result in results), Counter())),
+        "wall_seconds": wall_seconds,
+        "output_tokens": tokens,
+        "tokens_counted_by": "the server" if all(one.is_counted_by_server for one in good) else "pieces of text",
+        "effective_tps_with_bonus": None if wall_seconds is None else tokens / wall_seconds,
+        "latency": latencies(timed) if timed else None,
+    }
+
+
+def read_spec_metrics(settings: EndpointSettings, seconds: float = 10.0) -> dict[str, float]:
+    """vLLM's `vllm:spec_decode_*` counters at `/metrics`, summed over engines; empty where there are none."""
+    import httpx
+
+    address = re.sub(r"/v1/?$", "", settings.url.rstrip("/")) + "/metrics"
+    try:
+        answer = httpx.get(address, timeout=seconds, **settings.client_options())
+    except httpx.HTTPError:
+        return {}
+    return parse_spec_metrics(answer.text) if answer.status_code == 200 else {}
+
+
+def parse_spec_metrics(text: str) -> dict[str, float]:
+    """Counters in Prometheus' text format by name; those by position as "name[position]"."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    counters: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith(PREFIX):
+            continue
+        with suppress(ValueError):  # a line that is none costs only itself
+            (sample,) = next(iter(text_string_to_metric_families(line + "\n"))).samples
+            name = sample.name.removesuffix("_total")
+            if position := sample.labels.get("position"):
+                name += f"[{position}]"
+            if math.isfinite(sample.value) and not name.endswith("_created"):
+                counters[name] = counters.get(name, 0.0) + sample.value
+    return counters
+
+
+def acceptance_between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
+    """Acceptance of a run from vLLM's counters around it; `None` where there are none, or they were reset.
+
+    vLLM counts as this package does: drafts without the bonus; its mean acceptance length is tokens per step.
+    """
+    names = [f"{PREFIX}num_drafts", f"{PREFIX}num_draft_tokens", f"{PREFIX}num_accepted_tokens"]
+    if any(name not in after for name in names):
+        return None
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    steps, drafted, accepted = (grown[name] for name in names)
+    if min(grown.values()) < 0 or not steps or not drafted:
+        return None
+    by_position = {
+        int(name[:-1].rsplit("[", 1)[1]): value / steps
+        for name, value in grown.items()
+        if name.startswith(f"{PREFIX}num_accepted_tokens_per_pos[")
+    }
+    return {
+        "num_spec_steps": int(steps),
+        "num_draft_tokens": int(drafted),
+        "num_accepted_draft_tokens": int(accepted),
+        "draft_acceptance_rate": accepted / drafted,
+        "wasted_ratio": 1.0 - accepted / drafted,
+        "mean_accepted_length": accepted / steps,
+        "tokens_per_step": 1.0 + accepted / steps,
+        "acceptance_rate_per_position": [by_position[position] for position in sorted(by_position)],
     }
 
 
@@ -72,7 +158,7 @@ def present(record: Mapping[str, Any]) -> Presentation:
     ]
     acceptance = record["acceptance"]
     if acceptance is None:
-        remarks.append(Remark("The server does not report its drafts (no vllm:spec_decode_* at /metrics)."))
+        remarks.append(Remark(f"The server does not report its drafts (no {PREFIX}* at /metrics)."))
     else:
         remarks.append(
             Remark(
@@ -86,7 +172,7 @@ def present(record: Mapping[str, Any]) -> Presentation:
 
 
 def _cells(part: Mapping[str, Any]) -> list[str]:
-    times = part["latency"]
+    times, rate = part["latency"], part["effective_tps_with_bonus"]
     if times is None:
         return ["–"] * len(TIMES)
     per_token = times["seconds_per_output_token"]
@@ -94,82 +180,5 @@ def _cells(part: Mapping[str, Any]) -> list[str]:
         *(f"{times['latency_seconds'][key]:.2f}" for key in ("p50", "p95", "p99")),
         f"{times['first_token_seconds']['p50']:.3f}",
         "–" if per_token is None else f"{1e3 * per_token['p50']:.1f}",
-        f"{part['effective_tps_with_bonus']:.1f}",
+        "–" if rate is None else f"{rate:.1f}",
     ]
-
-
-def summarise_load(results: Sequence[RequestResult], wall_seconds: float) -> dict[str, Any]:
-    """Latencies of what was answered, and a count of everything that was asked."""
-    good = [one for one in results if one.outcome == OK]
-    timed = [Timed(one.prompt.digest, one.seconds, one.first_token_seconds, one.tokens) for one in good]
-    retries = sum((one.retries for one in results), Counter())
-    return {
-        "requests": len(results),
-        "outcomes": dict(Counter(one.outcome for one in results)),
-        "failures": dict(Counter(one.detail for one in results if one.outcome != OK)),
-        "retries": dict(retries),
-        "wall_seconds": wall_seconds,
-        "output_tokens": sum(one.tokens for one in good),
-        "tokens_counted_by": "the server" if all(one.is_counted_by_server for one in good) else "pieces of text",
-        "effective_tps_with_bonus": sum(one.tokens for one in good) / wall_seconds if good else 0.0,
-        "latency": latencies(timed) if timed else None,
-    }
-
-
-def read_spec_metrics(url: str, seconds: float = 10.0) -> dict[str, float]:
-    """vLLM's `vllm:spec_decode_*` counters at `/metrics`, labels summed but for the position; empty without them."""
-    import httpx
-
-    address = re.sub(r"/v1/?$", "", url.rstrip("/")) + "/metrics"
-    key = key_from_environment()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        answer = httpx.get(address, timeout=seconds, headers=headers, trust_env=False)
-    except httpx.HTTPError:
-        return {}
-    if answer.status_code != 200:
-        return {}
-    return parse_spec_metrics(answer.text)
-
-
-def parse_spec_metrics(text: str) -> dict[str, float]:
-    """Counters of a `/metrics` answer; those by position are named `…[position]`."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        if (match := SPEC_METRIC.match(line)) and not match[1].endswith("_created"):
-            position = POSITION.search(match["labels"] or "")
-            name = match[1] + (f"[{position[1]}]" if position else "")
-            with suppress(ValueError):  # a sign or an e alone
-                value = float(match["value"])
-                found[name] = found.get(name, 0.0) + (value if math.isfinite(value) else 0.0)
-    return found
-
-
-def acceptance_between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
-    """Acceptance of a run from vLLM's counters around it; `None` where there are none, or they were reset.
-
-    vLLM counts as this package does: drafts without the bonus; its mean acceptance length is tokens per step.
-    """
-    prefix = "vllm:spec_decode_"
-    names = [f"{prefix}num_drafts", f"{prefix}num_draft_tokens", f"{prefix}num_accepted_tokens"]
-    if any(name not in after for name in names):
-        return None
-    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    steps, drafted, accepted = (grown[name] for name in names)
-    if min(grown.values()) < 0 or not steps or not drafted:
-        return None
-    by_position = {
-        int(name[:-1].rsplit("[", 1)[1]): value / steps
-        for name, value in grown.items()
-        if name.startswith(f"{prefix}num_accepted_tokens_per_pos[")
-    }
-    return {
-        "num_spec_steps": int(steps),
-        "num_draft_tokens": int(drafted),
-        "num_accepted_draft_tokens": int(accepted),
-        "draft_acceptance_rate": accepted / drafted,
-        "wasted_ratio": 1.0 - accepted / drafted,
-        "mean_accepted_length": accepted / steps,
-        "tokens_per_step": 1.0 + accepted / steps,
-        "acceptance_rate_per_position": [by_position[position] for position in sorted(by_position)],
-    }

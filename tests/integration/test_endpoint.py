@@ -1,14 +1,16 @@
 """A load on real servers: what they do wrong is counted, retried or reported, nothing is lost, and it ends."""
 
 import json
+import shutil
+import subprocess
 import time
 
 import pytest
-from openai_server import WORDS, serving
+from openai_server import WORDS, Handler, serving
 from typer.testing import CliRunner
 
 from hf_dflow.bench.endpoint import KEY_VARIABLE, EndpointSettings, run_load
-from hf_dflow.bench.endpoint_record import acceptance_between, parse_spec_metrics, summarise_load
+from hf_dflow.bench.endpoint_record import acceptance_between, measure, parse_spec_metrics, summarise_load
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
@@ -19,14 +21,14 @@ QUICK = {"stall_seconds": 0.5, "request_seconds": 1.5, "backoff_seconds": 0.02, 
 
 @pytest.fixture
 def server():
-    with serving() as one:
-        yield one
+    with serving() as running:
+        yield running
 
 
 def load(server, texts, **options):
     settings = EndpointSettings(server.url, "tiny", **{**QUICK, **options})
     results, seconds = run_load(settings, [Prompt("chat", text) for text in texts])
-    assert [one.prompt.text for one in results] == list(texts)
+    assert [result.prompt.text for result in results] == list(texts)
     assert seconds < settings.seconds_at_most(len(texts))
     return results, summarise_load(results, seconds)
 
@@ -34,29 +36,31 @@ def load(server, texts, **options):
 def test_a_whole_answer(server, monkeypatch):
     """Bug: text lost between pieces, pieces counted though the server counts tokens, or times of the wrong moment."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    (one,), summary = load(server, ["ok 1"], output_tokens=9, temperature=0.5)
-    assert one.outcome == "ok" and one.text == "".join(WORDS)
-    assert one.tokens == 7 and one.is_counted_by_server
-    assert 0.02 <= one.first_token_seconds < one.seconds - 0.04
-    assert server.bodies[0]["max_tokens"] == 9 and server.bodies[0]["temperature"] == 0.5
-    assert server.keys == [f"Bearer {KEY}"]
-    assert KEY not in repr(one) + json.dumps(summary)
-    assert summary["output_tokens"] == 7 and summary["tokens_counted_by"] == "the server"
-    assert summary["latency"]["seconds_per_output_token"]["p50"] == pytest.approx(
-        (one.seconds - one.first_token_seconds) / 6
+    (result,), summary = load(
+        server, ["ok 1"], output_tokens=9, temperature=0.5, max_tokens_field="max_completion_tokens"
     )
+    assert result.outcome == "ok" and result.text == "".join(WORDS)
+    assert result.tokens == 7 and result.is_counted_by_server
+    assert 0.02 <= result.first_token_seconds < result.seconds - 0.04
+    body = server.bodies[0]
+    assert (body["max_completion_tokens"], body["temperature"]) == (9, 0.5) and "max_tokens" not in body
+    assert server.keys == [f"Bearer {KEY}"]
+    assert KEY not in repr(result) + json.dumps(summary)
+    assert summary["output_tokens"] == 7 and summary["tokens_counted_by"] == "the server"
+    per_token = summary["latency"]["seconds_per_output_token"]["p50"]
+    assert per_token == pytest.approx((result.seconds - result.first_token_seconds) / 6)
 
 
 def test_pieces_of_any_size(server):
     """Bug: an event, or a character, that two network packets cut in half."""
-    (one,), summary = load(server, ["torn"])
-    assert one.text == "né" and one.tokens == 1 and summary["tokens_counted_by"] == "pieces of text"
+    (result,), summary = load(server, ["torn"])
+    assert result.text == "né" and result.tokens == 1 and summary["tokens_counted_by"] == "pieces of text"
 
 
 def test_a_reason_to_end_is_an_end(server):
     """Bug: whole answers called cut, because not every server says [DONE]."""
-    (one,), summary = load(server, ["finished"], retries=0)
-    assert one.outcome == "ok" and one.text == "The" and one.tokens == 3
+    (result,), summary = load(server, ["finished"], retries=0)
+    assert result.outcome == "ok" and result.text == "The" and result.tokens == 3
     assert summary["outcomes"] == {"ok": 1} and summary["tokens_counted_by"] == "the server"
 
 
@@ -65,12 +69,13 @@ def test_a_reason_to_end_is_an_end(server):
     [
         ("stall", "stalled"),
         ("drip", "stalled"),
+        ("mute", "stalled"),
         ("cut", "cut"),
         ("undone", "cut"),
         ("broken", "refused"),
         ("wrong", "refused"),
         ("garbage", "malformed"),
-        ("odd", "malformed"),
+        ("packed", "malformed"),
         ("error", "refused"),
         ("endless", "malformed"),
         ("silent", "empty"),
@@ -78,10 +83,56 @@ def test_a_reason_to_end_is_an_end(server):
 )
 def test_what_goes_wrong_is_named(server, text, outcome):
     """Bug: half an answer counted as a fast one, an exception that ends the whole run, or a run that never ends."""
-    (one,), summary = load(server, [text], retries=0)
-    assert one.outcome == outcome and one.detail
+    (result,), summary = load(server, [text], retries=0)
+    assert result.outcome == outcome and result.detail
     assert summary["outcomes"] == {outcome: 1} and summary["latency"] is None
     assert summary["effective_tps_with_bonus"] == 0.0
+
+
+def chunk(delta=None, finish=None, **fields):
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **fields}
+
+
+WHOLE = {"content": "text"}
+DONE = "[DONE]"
+STREAMS = {
+    "counts what it does not say": ([{"usage": {"completion_tokens": 64}}, DONE], "empty", 64),
+    "counts none": ([chunk(WHOLE), {"usage": {"completion_tokens": 0}}, DONE], "ok", 1),
+    "a count that overflows": ([chunk(WHOLE), {"usage": {"completion_tokens": 10**400}}, DONE], "malformed", 0),
+    "a count that is none": ([chunk(WHOLE), {"usage": {"completion_tokens": True}}, DONE], "malformed", 0),
+    "thoughts": ([chunk({"reasoning": "a thought"}), {"usage": {"completion_tokens": 5}}, DONE], "ok", 5),
+    "no delta at the end (N6)": ([chunk(WHOLE), {"choices": [{"finish_reason": "stop"}]}, DONE], "ok", 1),
+    "a null delta (N6)": ([chunk(WHOLE), chunk(None, "stop")], "ok", 1),
+    "usage of nothing (N6)": ([chunk(WHOLE, usage={}), chunk(WHOLE, usage={"prompt_tokens": 3}), DONE], "ok", 2),
+    "a whole number as a fraction (N6)": ([chunk(WHOLE), {"usage": {"completion_tokens": 2.0}}, DONE], "ok", 2),
+    "an error object (N8)": ([chunk(WHOLE), {"object": "error", "message": "out of memory"}, DONE], "refused", 1),
+    "an error detail (N8)": ([chunk(WHOLE), {"detail": "out of memory"}, DONE], "refused", 1),
+    "an aborted answer (N8)": ([chunk(WHOLE), chunk({}, "abort"), DONE], "refused", 1),
+    "an event over two lines (N11)": (['{"choices": [{"delta":\ndata: {"content": "text"}}]}', DONE], "ok", 1),
+    "a byte-order mark (N11)": (["\ufeff", chunk(WHOLE), DONE], "ok", 1),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_of_other_servers(server, name, monkeypatch):
+    """Bug: whole answers called malformed, errors called whole, or a count that is believed whatever it says."""
+    events, outcome, tokens = STREAMS[name]
+
+    def answer(self, attempt):
+        self._start()
+        for event in events:
+            if event == "\ufeff":
+                self._raw(event)
+            else:
+                self._raw(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+    monkeypatch.setattr(Handler, "_other", answer, raising=False)
+    (result,), summary = load(server, ["other"], retries=0)
+    assert (result.outcome, result.tokens if outcome != "refused" else 1) == (outcome, tokens), result.detail
+    assert result.first_token_seconds > 0 or outcome != "ok"
+    assert (summary["latency"] is None) == (outcome != "ok")
+    assert "N8" not in name or "out of memory" in result.detail or "abort" in result.detail
 
 
 def test_retries(server):
@@ -93,19 +144,36 @@ def test_retries(server):
     assert wrong.outcome == "refused" and server.tries["wrong"] == 1  # asking again changes nothing
     assert cut.outcome == "cut" and server.tries["cut"] == 1
     assert summary["retries"] == {"status 429": 1, "status 500": 2}
-    assert summary["failures"] == {"status 500": 1, "status 400": 1, cut.detail: 1}
+    assert summary["failures"] == {"status 500": 1, wrong.detail: 1, cut.detail: 1}
     assert busy.seconds < 1.0  # of the try that worked, not of the waiting before
+
+
+def test_a_refusal_says_why(server, monkeypatch):
+    """N9: 401 for a missing and for a wrong key alike, the server's sentence dropped, or what it sends as commands."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    body = json.dumps({"error": {"message": f"no\x1b[31m such key {KEY}: " + "x" * 1000}})
+
+    def deny(self, attempt):
+        self._head(401, {"Content-Length": str(len(body))})
+        self.wfile.write(body.encode())
+
+    monkeypatch.setattr(Handler, "_deny", deny, raising=False)
+    (result,), _ = load(server, ["deny"])
+    assert result.detail.startswith("status 401: no [31m such key …: xxx") and len(result.detail) < 300
+    with pytest.raises(DFlowError, match=r"127\.0\.0\.1.*status 401: no"):
+        measure(EndpointSettings(server.url, "tiny", **QUICK), [Prompt("chat", "deny"), Prompt("chat", "ok")])
+    assert server.tries["ok"] == 0
 
 
 def test_a_mixed_load_loses_nothing(server):
     """Bug: a failure that takes its neighbours down, or that is forgotten."""
-    texts = [f"{kind} {i}" for i in range(4) for kind in ("ok", "cut", "busy", "garbage", "stall")]
+    texts = [f"{kind} {i}" for i in range(3) for kind in ("ok", "cut", "busy", "garbage", "stall", "packed")]
     began = time.monotonic()
-    _, summary = load(server, texts, concurrency=5)
+    _, summary = load(server, texts, concurrency=6)
     assert time.monotonic() - began < 20
-    assert summary["requests"] == 20 and sum(summary["outcomes"].values()) == 20
-    assert summary["outcomes"] == {"ok": 8, "cut": 4, "malformed": 4, "stalled": 4}
-    assert summary["latency"]["requests"] == 8 and summary["output_tokens"] == 8 * 7
+    assert summary["requests"] == 18 and sum(summary["outcomes"].values()) == 18
+    assert summary["outcomes"] == {"ok": 6, "cut": 3, "malformed": 6, "stalled": 3}
+    assert summary["latency"]["requests"] == 6 and summary["output_tokens"] == 6 * 7
 
 
 def test_so_many_at_a_time(server):
@@ -115,15 +183,35 @@ def test_so_many_at_a_time(server):
 
 
 def test_nobody_there():
-    """Bug: an unreachable server that ends in a traceback."""
+    """Bug: an unreachable server that ends in a traceback, or a whole run of failures against a dead port (N9)."""
     settings = EndpointSettings("http://127.0.0.1:9/v1", "tiny", retries=1, **QUICK)
-    (one,), _ = run_load(settings, [Prompt("chat", "ok")])
-    assert one.outcome == "unreachable" and sum(one.retries.values()) == 1
+    (result,), _ = run_load(settings, [Prompt("chat", "ok")])
+    assert result.outcome == "unreachable" and sum(result.retries.values()) == 1
+    with pytest.raises(DFlowError, match="no connection"):
+        measure(settings, [Prompt("chat", "ok")])
+
+
+def test_a_private_certificate(tmp_path, monkeypatch):
+    """N7: a self-signed certificate that can never be trusted, is retried, and is called "ConnectError"."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    certificate, key = tmp_path / "ca.pem", tmp_path / "key.pem"
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with serving(certificate, key) as server:
+        (result,), _ = load(server, ["ok"])
+        assert result.outcome == "unreachable" and "--ca-file" in result.detail and not result.retries
+        (named,), _ = load(server, ["ok"], ca_file=certificate)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        (from_environment,), _ = load(server, ["ok"])
+    assert named.outcome == from_environment.outcome == "ok"
 
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{engine="0",model_name="a b"} %d.0
+vllm:spec_decode_num_drafts_total{engine="0",model_name="a {b}, c"} %d.0
 vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
 vllm:spec_decode_num_draft_tokens_total{engine="0"} %d.0
 vllm:spec_decode_num_accepted_tokens_total{engine="0"} %d.0
@@ -134,7 +222,7 @@ vllm:num_requests_running{engine="0"} 3.0
 
 
 def test_acceptance_is_the_difference():
-    """Bug: what the server did before the run counted as the run's, or the bonus counted as a draft."""
+    """Bug: what the server did before the run counted as the run's, the bonus as a draft; N13: a brace in a label."""
     before = parse_spec_metrics(METRICS % (100, 200, 20, 15, 5))
     after = parse_spec_metrics(METRICS % (110, 220, 35, 24, 11))
     found = acceptance_between(before, after)
@@ -145,10 +233,14 @@ def test_acceptance_is_the_difference():
     assert acceptance_between(after, before) is None  # restarted in between
     two = parse_spec_metrics((METRICS % (1, 2, 1, 1, 0)).replace('"0",m', '"1",m') + METRICS % (1, 2, 1, 1, 0))
     assert two["vllm:spec_decode_num_drafts"] == 2.0  # engines add up
+    name = "vllm:spec_decode_num_drafts_total"  # lines that are none cost no figure
+    assert parse_spec_metrics(f"{name} e\n{name} --\n{name} 1e999\n{name} 3\n") == {name.removesuffix("_total"): 3.0}
+    assert acceptance_between({}, parse_spec_metrics(f"{name} 1e999")) is None
 
 
 def test_command(server, tmp_path, monkeypatch):
-    """Bug: a key in the record or on the screen, failures that end with 0, or metrics that are not read."""
+    """Bug: a key in the record or on the screen, failures that end with 0, or metrics that are not read; N12: rates of
+    tasks that are a share of the whole load's."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     counts = iter([(100, 200, 20, 15, 5), (110, 220, 35, 24, 11)])
     server.metrics = lambda: METRICS % next(counts)
@@ -161,6 +253,8 @@ def test_command(server, tmp_path, monkeypatch):
     record = json.loads(out.read_text())
     assert KEY not in result.output + out.read_text()
     assert record["all"]["outcomes"] == {"ok": 2} and set(record["by_task"]) == {"chat", "code"}
+    assert record["all"]["effective_tps_with_bonus"] > 0
+    assert all(task["effective_tps_with_bonus"] is None for task in record["by_task"].values())
     assert record["acceptance"]["draft_acceptance_rate"] == 0.75
     conditions = record["conditions"]
     assert conditions["concurrency"] == 2 and conditions["target"] == "tiny" and conditions["server"] == "stand-in 1"
@@ -190,12 +284,18 @@ def test_a_record_holds_no_path_of_the_server(model, recorded):
     [
         ("localhost:8000", {}),
         ("http://name:secret@host/v1", {}),
+        ("http://host:99999/v1", {}),
+        ("http://[host/v1", {}),
+        ("http:///v1", {}),
+        ("http://host:port/v1", {}),
         ("http://host/v1", {"concurrency": 0}),
         ("http://host/v1", {"request_seconds": 0}),
+        ("http://host/v1", {"stall_seconds": float("nan")}),
+        ("http://host/v1", {"request_seconds": float("inf")}),
     ],
 )
 def test_impossible_loads_are_refused(url, options):
-    """Bug: a password in the address, which every record would repeat."""
+    """Bug: a password in the address, which every record would repeat; an exception of httpx; a wait without an end."""
     with pytest.raises(DFlowError) as caught:
         EndpointSettings(url, "tiny", **options)
     assert "secret" not in str(caught.value)
