@@ -16,24 +16,13 @@ BATCHES_PER_WINDOW = 8  # prompts are sorted by length within a window
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn.
+    """How answers are drawn."""
 
-    Args:
-        temperatures (`tuple[float, ...]`): Batches take them in turn; 0 is greedy.
-        top_p (`float`): Nucleus of batches that are not greedy.
-        max_new_tokens (`int`): Answers are cut at this length.
-        batch_size (`int`): Prompts per batch.
-        seed (`int`): Decides the order of the batches and the sampled tokens.
-
-    Raises:
-        DFlowError: A value is out of its range.
-    """
-
-    temperatures: tuple[float, ...] = (0.0,)
-    top_p: float = 1.0
-    max_new_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0,)  # batches take them in turn; 0 is greedy
+    top_p: float = 1.0  # nucleus of batches that are not greedy
+    max_new_tokens: int = 256  # answers are cut at this length
     batch_size: int = 32
-    seed: int = 0
+    seed: int = 0  # of the order of the batches and of the sampled tokens
 
     def __post_init__(self):
         if not self.temperatures or not all(0 <= temperature < float("inf") for temperature in self.temperatures):

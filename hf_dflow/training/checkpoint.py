@@ -35,14 +35,9 @@ NOT_SHAPE = (
 
 @dataclass
 class RunState:
-    """What a run must have in common with its checkpoint, and its progress.
+    """What a run must have in common with its checkpoint, and its progress."""
 
-    Args:
-        identity (`dict`): Name to JSON value; all of it must be the same to resume.
-        counters (`dict`): Name to whole number.
-    """
-
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # name to JSON value; all of it must be the same to resume
     counters: dict[str, int]
 
 

@@ -57,31 +57,22 @@ class DataReport:
             raise DFlowError(f"nothing to train on: no token would be supervised\n{self}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """What rows are made of.
-
-    Args:
-        prompts (`list[Prompt]`): Chats.
-        template (`ChatTemplate`): The target's.
-        target (`dict[str, Any]`): Its name, revision, dtype and weights, as JSON.
-        source (`str`): Where the prompts come from, in words.
-        part (`str`): "train", "held-out" (by the hash of the prompt) or "all".
-        max_length (`int`): Longest row in tokens, answer included.
-    """
+    """What rows are made of."""
 
     prompts: list[Prompt]
     template: ChatTemplate
-    target: dict[str, Any]
-    source: str
-    part: str = "all"
-    max_length: int = 1024
+    target: dict[str, Any]  # from `describe_target`
+    source: str  # where the prompts come from, in words
+    part: str = "all"  # "train", "held-out" (by the hash of the prompt) or "all"
+    max_length: int = 1024  # of a row in tokens, answer included
     report: DataReport = field(init=False)
 
     def __post_init__(self):
         if self.part not in PARTS:
             raise DFlowError(f"--part {self.part} is unknown; use one of {', '.join(PARTS)}")
-        object.__setattr__(self, "report", DataReport(len(self.prompts), self.max_length))
+        self.report = DataReport(len(self.prompts), self.max_length)
 
     def select(self) -> list[Prompt]:
         """Prompts of the part, without duplicates."""

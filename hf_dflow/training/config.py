@@ -21,28 +21,18 @@ class TrainingConfigError(DFlowError, ValueError):
 
 @dataclass
 class Stage:
-    """A stretch of updates with its own schedule: linear warm-up, then a cosine to zero.
-
-    Args:
-        updates (`int`): Optimiser steps.
-        relay_rounds (`int`, *optional*, defaults to 0): Reject-conditioned rounds after the mask round.
-        rows_per_update (`int`, *optional*, defaults to 8): Rows in one forward, on each process.
-        anchors_per_row (`int`, *optional*, defaults to 16): Different anchors of each row, if it has as many.
-        learning_rate (`float`, *optional*, defaults to 1e-3): At the end of the warm-up.
-        warmup_share (`float`, *optional*, defaults to 0.04): Share of the stage's updates.
-        block_size (`int`, *optional*): Shorter than the drafter's, for early stages: while first slots are wrong, later
-            ones teach little, and one block of 8 has as many slots as four blocks of 2.
-        loss_decay (`float`, *optional*): As in the run, for this stage alone.
-    """
+    """A stretch of updates with its own schedule: linear warm-up, then a cosine to zero."""
 
     updates: int
-    relay_rounds: int = 0
-    rows_per_update: int = 8
-    anchors_per_row: int = 16
-    learning_rate: float = 1e-3
-    warmup_share: float = 0.04
+    relay_rounds: int = 0  # reject-conditioned rounds after the mask round
+    rows_per_update: int = 8  # in one forward, on each process
+    anchors_per_row: int = 16  # different ones, if the row has as many
+    learning_rate: float = 1e-3  # at the end of the warm-up
+    warmup_share: float = 0.04  # of the stage's updates
+    # Shorter than the drafter's, for early stages: while first slots are wrong, later ones teach little, and one block
+    # of 8 has as many slots as four blocks of 2.
     block_size: int | None = None
-    loss_decay: float | None = None
+    loss_decay: float | None = None  # instead of the run's
 
     def learning_rate_at(self, update: int) -> float:
         """The learning rate of the stage's update number `update`, counted from 0."""
@@ -55,83 +45,44 @@ class Stage:
 
 @dataclass
 class TrainingConfig:
-    """A run. [`resolve`] fills in fields that are `None`, from the drafter to continue or from the target.
+    """A run. [`resolve`] fills in most fields that are `None`, from the drafter to continue or from the target."""
 
-    Args:
-        num_hidden_layers (`int`, *optional*): Draft layers; 2.
-        block_size (`int`, *optional*): Anchor and drafts; 8.
-        mask_token_id (`int`, *optional*): Fills masked slots and is never proposed; a token that the data lacks.
-        target_layer_ids (`list[int]`, *optional*): Tapped layers; up to 5 from the 2nd to the third-to-last.
-        draft_vocab_size (`int`, *optional*): Tokens of a smaller head of its own, the data's most frequent; `None`: the
-            target's head and all of its tokens.
-        stages (`list[Stage]`): One after the other.
-        loss_decay (`float`, *optional*): γ of the position-decayed loss, in slots; 4, 5, 7 for blocks of 8, 10, 16.
-        distillation (`float`, *optional*, defaults to 0): Share of the target's distribution in what is learned, 0 … 1.
-        teacher_top_k (`int`, *optional*, defaults to 32): Tokens kept of that distribution.
-        use_relay (`bool`, *optional*, defaults to `True`): `False`: rounds without verifier states, no relay weights.
-        relay_intermediate_size (`int`, *optional*): Width of the relay's MLP; by default the drafter's own.
-        correction_intermediate_size (`int`, *optional*): Width of a causal correction, which conditions each slot on
-            the draft before it; `None`: none, or the drafter's own.
-        correction_top_k (`int`, *optional*): Candidates per slot of the correction; 16.
-        base_share (`float`, *optional*, defaults to 0.25): Share of the slots that learn without the correction, so
-            that their candidates stay good (after Domino's base-anchored training, arXiv 2605.29707).
-        train_only (`str`, *optional*): "relay" or "correction" freezes everything else.
-        precision (`str`, *optional*, defaults to "float32"): Or "bfloat16", the drafter's arithmetic under autocast.
-            Its weights and the optimiser's state stay float32.
-        target_dtype (`str`, *optional*, defaults to "float32"): Data type of the frozen target.
-        feature_dtype (`str`, *optional*, defaults to "float32"): Data type of its cached states.
-        save_dtype (`str`, *optional*, defaults to "bfloat16"): Data type of the finished drafter.
-        initialise_from_target (`bool`, *optional*): Start draft layers as copies of the target's last; where they fit.
-        other_candidates (`int`, *optional*, defaults to 2048): Random tokens in an update's softmax beside the data's.
-        feature_noise (`float`, *optional*, defaults to 0): Relative noise on context features, against learning a small
-            data set by heart.
-        weight_decay, max_grad_norm (`float`, *optional*, default to 0.01 and 1.0): As usual.
-        gradient_accumulation (`int`, *optional*, defaults to 1): Forwards in one update.
-        pack_rows (`bool`, *optional*, defaults to `False`): Put short rows side by side, up to the longest's length.
-        max_skips_in_row (`int`, *optional*, defaults to 25): Non-finite or unsupervised updates until the run stops.
-        seed (`int`, *optional*, defaults to 0): Of initialisation, data order, anchors and noise.
-        save_every (`int`, *optional*, defaults to 100): Updates between checkpoints.
-        keep_checkpoints (`int`, *optional*, defaults to 2): How many are kept.
-        log_every (`int`, *optional*, defaults to 10): Updates that a line of `log.jsonl` averages.
-        evaluate_every (`int`, *optional*): Updates between decodings of held-out prompts; a tenth of the run, 10 at
-            least. 0: never.
-        evaluate_prompts, evaluate_tokens (`int`, *optional*, default to 8 and 48): How many, and new tokens for each.
-    """
-
-    num_hidden_layers: int | None = None
-    block_size: int | None = None
-    mask_token_id: int | None = None
-    target_layer_ids: list[int] | None = None
-    draft_vocab_size: int | None = None
-    stages: list[Stage] = field(default_factory=list)
-    loss_decay: float | None = None
-    distillation: float = 0.0
-    teacher_top_k: int = 32
-    use_relay: bool = True
-    relay_intermediate_size: int | None = None
-    correction_intermediate_size: int | None = None
-    correction_top_k: int | None = None
+    num_hidden_layers: int | None = None  # draft layers; 2
+    block_size: int | None = None  # anchor and drafts; 8
+    mask_token_id: int | None = None  # fills masked slots and is never proposed; a token that the data lacks
+    target_layer_ids: list[int] | None = None  # tapped layers; up to 5 from the 2nd to the third-to-last
+    draft_vocab_size: int | None = None  # most frequent tokens, for a smaller head; None: the target's head, all tokens
+    stages: list[Stage] = field(default_factory=list)  # one after the other
+    loss_decay: float | None = None  # γ of the position-decayed loss, in slots; 4, 5, 7 for blocks of 8, 10, 16
+    distillation: float = 0.0  # share of the target's distribution in what is learned, 0 … 1
+    teacher_top_k: int = 32  # tokens kept of that distribution
+    use_relay: bool = True  # False: rounds without verifier states, no relay weights
+    relay_intermediate_size: int | None = None  # width of the relay's MLP; the drafter's own
+    correction_intermediate_size: int | None = None  # width of a causal correction; None: none, or the drafter's own
+    correction_top_k: int | None = None  # candidates per slot of the correction; 16
+    # Slots that learn without the correction, so that their candidates stay good (after Domino's base-anchored
+    # training, arXiv 2605.29707).
     base_share: float = 0.25
-    train_only: str | None = None
-    precision: str = "float32"
-    target_dtype: str = "float32"
-    feature_dtype: str = "float32"
-    save_dtype: str = "bfloat16"
-    initialise_from_target: bool | None = None
-    other_candidates: int = 2048
-    feature_noise: float = 0.0
+    train_only: str | None = None  # "relay" or "correction" freezes everything else
+    precision: str = "float32"  # or "bfloat16": the drafter's arithmetic; weights and optimiser state stay float32
+    target_dtype: str = "float32"  # of the frozen target
+    feature_dtype: str = "float32"  # of its cached states
+    save_dtype: str = "bfloat16"  # of the finished drafter
+    initialise_from_target: bool | None = None  # start draft layers as copies of the target's last; where they fit
+    other_candidates: int = 2048  # random tokens in an update's softmax beside the data's
+    feature_noise: float = 0.0  # relative, on context features, against learning a small data set by heart
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
-    gradient_accumulation: int = 1
-    pack_rows: bool = False
-    max_skips_in_row: int = 25
-    seed: int = 0
-    save_every: int = 100
+    gradient_accumulation: int = 1  # forwards in one update
+    pack_rows: bool = False  # put short rows side by side, up to the longest's length
+    max_skips_in_row: int = 25  # non-finite or unsupervised updates until the run stops
+    seed: int = 0  # of initialisation, data order, anchors and noise
+    save_every: int = 100  # updates between checkpoints
     keep_checkpoints: int = 2
-    log_every: int = 10
-    evaluate_every: int | None = None
+    log_every: int = 10  # updates that a line of log.jsonl averages
+    evaluate_every: int | None = None  # updates between decodings of held-out prompts, 0: never; a tenth of the run
     evaluate_prompts: int = 8
-    evaluate_tokens: int = 48
+    evaluate_tokens: int = 48  # new tokens for each prompt
 
     @property
     def updates(self) -> int:

@@ -23,21 +23,13 @@ class TrainingRow:
     """A chat whose assistant tokens are the target's own.
 
     One answer to one prompt needs no more than `prompt_length`; chats of several turns list their spans.
-
-    Args:
-        token_ids (`list[int]`): The whole chat.
-        prompt_length (`int`): Tokens before the first supervised one.
-        prompt (`str`): The first user message; decides the split.
-        temperature (`float` or `None`): At which the target wrote, 0 if greedily; `None` if unknown.
-        spans (`tuple[tuple[int, int], ...]`, *optional*): Supervised tokens as half-open spans in order; by default
-            everything from `prompt_length` on.
     """
 
-    token_ids: list[int]
-    prompt_length: int
-    prompt: str
-    temperature: float | None
-    spans: tuple[tuple[int, int], ...] = ()
+    token_ids: list[int]  # the whole chat
+    prompt_length: int  # tokens before the first supervised one
+    prompt: str  # the first user message; decides the split
+    temperature: float | None  # at which the target wrote, 0 if greedily; None if unknown
+    spans: tuple[tuple[int, int], ...] = ()  # supervised tokens, half-open, in order; by default all but the prompt
 
     def __post_init__(self):
         if not self.spans:

@@ -32,20 +32,13 @@ FILLING_TIMEOUT = timedelta(days=2)  # other processes wait while the first fill
 
 @dataclass
 class TrainingReport:
-    """The result of a run.
+    """The result of a run."""
 
-    Args:
-        folder (`Path`): The finished drafter, for `from_pretrained`.
-        updates, skipped (`int`): All updates, and those of them without effect.
-        is_main_process (`bool`): Of several processes, whether this is the one that decoded and saved.
-        relay_on, relay_off (`DecodingCounts`, *optional*): Held-out prompts decoded with the finished drafter.
-    """
-
-    folder: Path
+    folder: Path  # the finished drafter, for `from_pretrained`
     updates: int
-    skipped: int
-    is_main_process: bool
-    relay_on: DecodingCounts | None = None
+    skipped: int  # updates without effect
+    is_main_process: bool  # of several processes, the one that decoded and saved
+    relay_on: DecodingCounts | None = None  # held-out prompts decoded with the finished drafter
     relay_off: DecodingCounts | None = None
 
     def __str__(self) -> str:

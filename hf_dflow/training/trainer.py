@@ -33,17 +33,11 @@ ADVICE = "use another output folder, or --from that checkpoint to start a new ru
 
 @dataclass
 class Update:
-    """The result of one update.
+    """The result of one update."""
 
-    Args:
-        losses (`list[float]`): Of each round, mean over processes and accumulated forwards.
-        gradient_norm (`float`): Before clipping.
-        skipped (`str`, *optional*): Why nothing was changed.
-    """
-
-    losses: list[float]
-    gradient_norm: float
-    skipped: str | None = None
+    losses: list[float]  # of each round, mean over processes and accumulated forwards
+    gradient_norm: float  # before clipping
+    skipped: str | None = None  # why nothing was changed
 
 
 class Trainer:
