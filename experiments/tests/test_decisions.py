@@ -62,10 +62,10 @@ def answer(**statistics):
 
 def test_calibration_by_hand():
     """Bug: bins that average away opposite errors, or weigh all bins alike."""
-    told = [(0.95, True)] * 6 + [(0.95, False)] * 2 + [(0.25, False)] * 2
+    told = [(0.95, True)] * 6 + [(0.95, False)] * 2 + [(0.25, True)] * 2
     found = decisions.calibration([answer(predictions=told)], "x")
     assert found["drafts"] == 10
-    assert found["expected_calibration_error"] == pytest.approx((8 * 0.2 + 2 * 0.25) / 10)
+    assert found["expected_calibration_error"] == pytest.approx((8 * 0.2 + 2 * 0.75) / 10)
     assert decisions.calibration([answer()], "x") is None
 
 

@@ -55,8 +55,11 @@ def test_prompts_are_drawn_once_for_all_runs():
 
 def test_unequal_numbers_of_seeds_weigh_targets_alike():
     """Bug: the target with more finished seeds decides the mean."""
-    found = hierarchical_bootstrap({0: [cell(2.0)] * 4, 1: [cell(1.0)]}, resamples=10)
+    counts = {target: [cell(2.0)] * 9 if target % 2 else [cell(1.0)] for target in range(40)}
+    found = hierarchical_bootstrap(counts, resamples=500)
     assert found["value"] == pytest.approx(0.5)
+    low, high = found["interval_95"]
+    assert 0.3 < low < 0.5 < high < 0.7
 
 
 def test_every_prefix_is_a_smaller_design():
