@@ -62,8 +62,8 @@ def answer(**statistics):
 
 def test_calibration_by_hand():
     """Bug: bins that average away opposite errors, or weigh all bins alike."""
-    told = [(0.95, True)] * 6 + [(0.95, False)] * 2 + [(0.25, True)] * 2
-    found = decisions.calibration([answer(predictions=told)], "x")
+    predictions = [(0.95, True)] * 6 + [(0.95, False)] * 2 + [(0.25, True)] * 2
+    found = decisions.calibration([answer(predictions=predictions)], "x")
     assert found["drafts"] == 10
     assert found["expected_calibration_error"] == pytest.approx((8 * 0.2 + 2 * 0.75) / 10)
     assert decisions.calibration([answer()], "x") is None
@@ -72,7 +72,7 @@ def test_calibration_by_hand():
 def test_the_error_that_chance_shows():
     """Bug: an error by chance that does not shrink with more drafts, or that counts wrong predictions as chance."""
     few, many = ([(0.7, index % 10 < 7) for index in range(count)] for count in (20, 2000))
-    found = [decisions.calibration([answer(predictions=told)], "x") for told in (few, many)]
+    found = [decisions.calibration([answer(predictions=predictions)], "x") for predictions in (few, many)]
     assert all(one["expected_calibration_error"] == pytest.approx(0.0, abs=1e-9) for one in found)
     assert 0.05 < found[0]["error_by_chance"] < 0.12 and found[1]["error_by_chance"] < 0.012
     wrong = decisions.calibration([answer(predictions=[(0.7, index % 10 < 2) for index in range(2000)])], "x")

@@ -63,8 +63,8 @@ def test_every_kind_starts_from_one_trunk_and_what_is_done_is_not_done_again(tar
     assert drafters["dflow"].relay.down_proj.weight.any() and drafters["dflow"].config.block_size == 4
     weights = [one.fc.weight.float() for one in drafters.values()]
     assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
-    told = follow(output, "--target", target, "--recipe", recipe, "--kind", "dflash", "--updates", "5").exception
-    assert isinstance(told, DFlowError) and "configuration" in str(told)
+    error = follow(output, "--target", target, "--recipe", recipe, "--kind", "dflash", "--updates", "5").exception
+    assert isinstance(error, DFlowError) and "configuration" in str(error)
     shutil.rmtree(output / "trunk")
     again = follow(output, "--target", target, "--recipe", recipe, "--kind", "dflash", "--trunk-updates", "2")
     assert isinstance(again.exception, DFlowError) and "began from another trunk" in str(again.exception)
@@ -91,8 +91,8 @@ def without(record, key):
 def test_what_is_no_recipe_is_refused_before_anything_is_asked(recipe, tmp_path, change, words):
     """Bug: a traceback, a file outside the output folder, or hours of training before a part turns out not to fit."""
     recipe.write_text(json.dumps(change(json.loads(recipe.read_text()))))
-    told = follow(tmp_path / "out", "--recipe", recipe, "--kind", "dflow").exception
-    assert isinstance(told, DFlowError) and words in str(told)
+    error = follow(tmp_path / "out", "--recipe", recipe, "--kind", "dflow").exception
+    assert isinstance(error, DFlowError) and words in str(error)
     assert not (tmp_path / "out").exists()
 
 
