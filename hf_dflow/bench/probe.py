@@ -97,44 +97,39 @@ def _walk(drafts: torch.Tensor, labels: torch.Tensor, top: torch.Tensor) -> Prob
     num_drafts = drafts.shape[1]
     is_right = drafts == labels
     num_labels = (labels != IGNORED).sum(dim=1).tolist()
-    totals = dict.fromkeys(ProbeCounts.__dataclass_fields__, 0)
-
-    def hints(previous: int, accepted: int, anchor: int) -> torch.Tensor:
-        """`[slots, TOP]`: top tokens of rejected row j for slot j - a of the block at `anchor`."""
-        return top[previous, accepted + 1 :][: num_labels[anchor]]
-
-    for mend in (False, True):
-        anchor, previous, accepted_before = 0, None, 0
+    counts = ProbeCounts()
+    for is_mended in (False, True):
+        anchor, hints = 0, top[:0, 0]  # [slots, TOP] of rejected rows: row j of a step feeds slot j - accepted
         while anchor < len(drafts):
-            right = is_right[anchor].clone()
-            hinted = hints(previous, accepted_before, anchor) if previous is not None else top[:0, 0]
+            right, hinted = is_right[anchor].clone(), hints[: num_labels[anchor]]
             final = labels[anchor, : len(hinted)]
-            says = hinted[:, 0] == final
-            if mend:
-                right[: len(hinted)] |= says
+            is_hint_right = hinted[:, 0] == final
+            if is_mended:
+                right[: len(hinted)] |= is_hint_right
             accepted = int(right.long().cumprod(0).sum())
-            if mend:
-                totals["steps_if_rescued"] += 1
+            if is_mended:
+                counts += ProbeCounts(steps_if_rescued=1)
             else:
-                totals["steps"] += 1
-                totals["tokens"] += min(accepted + 1, len(drafts) - anchor)
-                totals["hinted_slots"] += len(hinted)
-                totals["reconverged"] += int(says.sum())
-                totals["redrafted"] += int(right[: len(hinted)].sum())
-                totals["only_verifier"] += int((says & ~right[: len(hinted)]).sum())
-                if accepted < len(hinted):
-                    totals["hinted_failures"] += 1
-                    totals["rescued"] += int(says[accepted])
-                    totals["rescued_top5"] += int((hinted[accepted] == final[accepted]).any())
-            previous, accepted_before = (anchor, accepted) if accepted < num_drafts else (None, 0)
+                redrafted, failed_at_hint = right[: len(hinted)], accepted < len(hinted)
+                counts += ProbeCounts(
+                    steps=1,
+                    tokens=min(accepted + 1, len(drafts) - anchor),
+                    hinted_slots=len(hinted),
+                    reconverged=int(is_hint_right.sum()),
+                    redrafted=int(redrafted.sum()),
+                    only_verifier=int((is_hint_right & ~redrafted).sum()),
+                    hinted_failures=int(failed_at_hint),
+                    rescued=int(failed_at_hint and is_hint_right[accepted]),
+                    rescued_top5=int(failed_at_hint and (hinted[accepted] == final[accepted]).any()),
+                )
+            hints = top[anchor, accepted + 1 :] if accepted < num_drafts else top[:0, 0]
             anchor += accepted + 1
-    return ProbeCounts(**totals)
+    return counts
 
 
 def summarise(counts: Iterable[ProbeCounts]) -> dict[str, Any]:
     """Pooled figures, each with a 95% bootstrap interval over texts."""
-    rows = np.array([astuple(one) for one in counts])
-    names = figures(ProbeCounts()).keys()
+    rows = np.array([astuple(of_text) for of_text in counts])
 
     def figure(name: str) -> dict[str, Any]:
         def pooled(chosen) -> float:
@@ -142,7 +137,7 @@ def summarise(counts: Iterable[ProbeCounts]) -> dict[str, Any]:
 
         return {"value": pooled(slice(None)), "interval_95": bootstrap_interval(len(rows), pooled)}
 
-    return {name: figure(name) for name in names}
+    return {name: figure(name) for name in figures(ProbeCounts())}
 
 
 def probe_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, Any]:
@@ -157,7 +152,7 @@ def probe_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) ->
         by_task.setdefault(prompt.task, []).append(counts)
     record = {task: summarise(counts) for task, counts in by_task.items()}
     if len(by_task) > 1:
-        record["all"] = summarise([one for counts in by_task.values() for one in counts])
+        record["all"] = summarise([of_text for counts in by_task.values() for of_text in counts])
     conditions = {**pair.describe(), "max_new_tokens": max_new_tokens, "relay": "off", "prompts": len(prompts)}
     return {"by_task": record, "conditions": run_conditions(**conditions)}
 

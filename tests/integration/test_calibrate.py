@@ -54,8 +54,8 @@ def made_up_texts(shifts, eases, steps, generator):
         for slot, one in enumerate(sure):
             truth = torch.sigmoid(torch.logit(torch.tensor(one)) + shifts[slot] + ease)
             if torch.rand((), generator=generator) >= truth:
-                return sure[: slot + 1], slot
-        return sure, len(sure)
+                return calibrate.JudgedStep(sure[: slot + 1], slot)
+        return calibrate.JudgedStep(sure, len(sure))
 
     return [[step(ease) for _ in range(steps)] for ease in eases]
 
@@ -178,7 +178,7 @@ def test_fitting_foretells_what_serving_predicts(rule):
             output = target.generate(prompt_of(5), generation_config=config, assistant_model=drafter)
         told[precision] = output.statistics.predictions
         assert torch.allclose(
-            *map(torch.tensor, (calibrate._foretold(log.texts[0], lines, precision), told[precision]))
+            *map(torch.tensor, (calibrate.predictions_of(log.texts[0], lines, precision), told[precision]))
         )
     assert len(told[0.5]) > 10 and told[0.5] != told[50.0]
 
