@@ -102,7 +102,7 @@ def test_scenario_e2_one_hot_laws(rule, backend):
 
 @pytest.mark.parametrize("rule", SAMPLED)
 def test_zero_uniforms_never_let_an_impossible_token_through(rule, backend):
-    """Bug: `u <= p` accepts, or an inverse CDF with `>=` returns, a token that the target forbids when u = 0."""
+    """Bug: `<=` accepts, or an inverse CDF with `>=` returns, a token that the target forbids when u = 0."""
     assert decided(one_row([0.0, 0.0, 0.6, 0.4], [0.5, 0.2, 0.3, 0.0], 0, [0.0, 0.0], rule), backend) == (0, 2)
 
 
@@ -149,8 +149,6 @@ def test_bonus_follows_the_residual(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scenario_e2_rare_tokens_of_a_large_vocabulary(rule, dtype, backend):
     """Bug (E2): at V = 100k a softmax in bf16, or a float32 running sum, loses tokens of probability 1e-9."""
-    if backend == "triton" and dtype != torch.float32:
-        pytest.skip("every format is widened alike")
     vocab, rare = 100_000, 99_990
     torch.manual_seed(0)
     target_logits, draft_logits = torch.randn(1, 2, vocab), torch.randn(1, 1, vocab)
