@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "hf_dflow/kernels/MATH.md") if (ROOT / name).exists()),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "experiments/README.md", "hf_dflow/kernels/MATH.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(path for path in (ROOT / "model_cards").glob("*.md") if not path.is_symlink()),
 ]

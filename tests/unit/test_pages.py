@@ -99,7 +99,7 @@ def test_commands_and_their_options_exist(document):
                 check_command(root, words[1:])
             elif words[:2] == ["python", "-m"] and words[2].startswith("hf_dflow"):
                 resolve(words[2])
-            elif words[:2] == ["python", "-m"] and words[2].startswith("experiments") and "NAME" not in words[2]:
+            elif words[:2] == ["python", "-m"] and re.fullmatch(r"experiments\.[a-z_]+", words[2]):
                 check_command(experiment_command(words[2]), words[3:])
 
 
