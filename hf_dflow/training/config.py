@@ -70,7 +70,7 @@ class TrainingConfig:
     save_dtype: str = "bfloat16"  # of the finished drafter
     initialise_from_target: bool | None = None  # start draft layers as copies of the target's last; where they fit
     other_candidates: int = 2048  # random tokens in an update's softmax beside the data's
-    feature_noise: float = 0.0  # relative, on context features, against learning a small data set by heart
+    feature_noise: float = 0.0  # relative, on context features, against memorising a small data set
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     gradient_accumulation: int = 1  # forwards in one update

@@ -119,26 +119,18 @@ def test_a_run_that_stops_within_a_batch_keeps_what_it_had(target, prompts, tmp_
     assert len(read_data(output, min_answer_tokens=1).rows) == 8
 
 
-@pytest.mark.parametrize(
-    "change", [("--seed", 1), ("--max-new-tokens", 11), ("--dtype", "bfloat16"), ("--limit", 20), ("--top-p", 0.9)]
-)
-def test_a_file_of_other_settings_is_refused(target, prompts, tmp_path, change):
-    """Bug: a changed option is mixed into a file that says otherwise."""
-    output = tmp_path / "rows.jsonl"
-    arguments = (target, output, "--prompts", prompts, *OPTIONS, "--limit", 8)
-    succeed(*arguments)
-    before = output.read_bytes()
-    assert "other settings" in refuse(*arguments, *change)
-    assert output.read_bytes() == before
-
-
-def test_another_target_of_the_same_name_is_refused(prompts, tmp_path):
-    """Bug: a folder whose weights were trained further goes on answering in the same file."""
+def test_a_file_of_other_settings_or_of_another_target_is_refused(prompts, tmp_path):
+    """Bug: a changed option, or a target that was trained further, is mixed into a file that says otherwise."""
     folder, output = chat_target(tmp_path / "target"), tmp_path / "rows.jsonl"
     arguments = (folder, output, "--prompts", prompts, *OPTIONS, "--limit", 8)
     succeed(*arguments)
+    before = output.read_bytes()
+    changes = (("--seed", 1), ("--max-new-tokens", 11), ("--dtype", "bfloat16"), ("--limit", 20), ("--top-p", 0.9))
+    for change in changes:
+        assert "other settings" in refuse(*arguments, *change)
     chat_target(folder, seed=1)
     assert "target was" in refuse(*arguments)
+    assert output.read_bytes() == before
 
 
 def test_what_is_left_out_is_counted(target, tmp_path):

@@ -65,10 +65,6 @@ def test_proposals_get_the_states_that_verification_computes(family, attention, 
             torch.testing.assert_close(found[place], expected, rtol=ROUNDING, atol=ROUNDING)
 
 
-def anchor_ids_of(sequences):
-    return sequences.token_ids[anchors().row, anchors().position]
-
-
 def test_a_bfloat16_target_relays_too():
     """Catches: masks or features in a dtype that a low-precision target or drafter does not take."""
     target = tiny_target("gemma_sliding", dtype=torch.bfloat16)
@@ -78,7 +74,7 @@ def test_a_bfloat16_target_relays_too():
     following, relayed = next_round(drafter, target, sequences, anchors(), result)
     exact = tiny_target("gemma_sliding", dtype=torch.float32)
     again = rows(exact, drafter, with_documents=True)
-    proposals = greedy_proposals(drafter, target, result.hidden, anchor_ids_of(sequences))
+    proposals = greedy_proposals(drafter, target, result.hidden, sequences.anchor_ids(anchors()))
     reference = proposal_features(exact, again, anchors(), proposals, drafter.config.target_layer_ids)[:, 1:]
     states = proposal_features(target, sequences, anchors(), proposals, drafter.config.target_layer_ids)[:, 1:]
     assert states.dtype == torch.bfloat16 and relayed.is_fed.any()
@@ -98,34 +94,20 @@ def test_a_block_may_reach_past_the_targets_last_position():
     torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_the_context_is_computed_once():
-    """Catches: every round running the target over the whole sequence again."""
+def test_a_round_costs_its_blocks_states_and_nothing_else():
+    """Catches: every round running the target over the whole sequence again, or computing logits that nobody reads."""
     target = tiny_target("llama")
     drafter = tiny_drafter(target, BLOCK)
     sequences = rows(target, drafter, with_documents=False)
-    widths = []
+    widths, head_calls = [], []
     target.get_input_embeddings().register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
+    target.get_output_embeddings().register_forward_hook(lambda *_: head_calls.append(1))
     proposals = torch.ones(len(ANCHORS), BLOCK - 1, dtype=torch.long)
     for _ in range(3):
         proposal_features(target, sequences, anchors(), proposals, drafter.config.target_layer_ids)
-    assert widths == [37, 4 * BLOCK, 4 * BLOCK, 4 * BLOCK]
-
-
-def test_the_target_is_asked_for_states_and_not_for_logits():
-    """Catches: a vocabulary of logits computed for every proposal of every round, which nobody reads."""
-    target = tiny_target("llama")
-    drafter = tiny_drafter(target, BLOCK)
-    asked = []
-    target.get_output_embeddings().register_forward_hook(lambda *_: asked.append(1))
-    proposals = torch.ones(len(ANCHORS), BLOCK - 1, dtype=torch.long)
-    proposal_features(
-        target, rows(target, drafter, with_documents=False), anchors(), proposals, drafter.config.target_layer_ids
-    )
-    assert not asked
-    greedy_proposals(
-        drafter, target, torch.zeros(1, BLOCK - 1, 32, dtype=torch.float64), torch.ones(1, dtype=torch.long)
-    )
-    assert asked, "the hook sees the head where it is used"
+    assert widths == [37, 4 * BLOCK, 4 * BLOCK, 4 * BLOCK] and not head_calls
+    greedy_proposals(drafter, target, torch.zeros(1, BLOCK - 1, 32, dtype=torch.float64), torch.tensor([1]))
+    assert head_calls, "the hook sees the head where it is used"
 
 
 @pytest.mark.parametrize(
@@ -155,9 +137,9 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(one, torch.Tensor):
-                self.elements = max(self.elements, one.numel())
+        for output in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(output, torch.Tensor):
+                self.elements = max(self.elements, output.numel())
         return result
 
 
@@ -169,7 +151,7 @@ def test_proposals_hold_a_chunk_of_logits_at_a_time(monkeypatch):
     logits = drafter.compute_logits(hidden, target.get_output_embeddings())
     logits[..., MASK_TOKEN_ID] = -torch.inf
     monkeypatch.setitem(loss.LOGITS_PER_CHUNK, "cpu", 7 * 64)
-    with LargestTensor() as seen:
+    with LargestTensor() as largest:
         found = greedy_proposals(drafter, target, hidden, torch.ones(50, dtype=torch.long))
     assert torch.equal(found, logits.argmax(-1))
-    assert seen.elements <= hidden.numel() < logits.numel()
+    assert largest.elements <= hidden.numel() < logits.numel()

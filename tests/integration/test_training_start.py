@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit import FAMILIES, MASK_TOKEN_ID, ROPE, dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target
-from trainer_kit import STAGES, differing, tiny_rows, tiny_trainer, tiny_training, weights_of
+from trainer_kit import STAGES, differing, tiny_rows, tiny_trainer, tiny_training, training_target, weights_of
 
 from hf_dflow import DFlowDrafter, DFlowError
 from hf_dflow.training import checkpoint
@@ -22,7 +22,7 @@ ONE_UPDATE = [replace(STAGES[1], updates=1)]
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target("llama", dtype=torch.float32)
+    return training_target()
 
 
 @pytest.fixture
