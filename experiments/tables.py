@@ -58,7 +58,6 @@ LEARNING_CURVE = (
     "+ 300, block 8",
 )
 LAB_CORPORA = ("airports", "characters", "source-code", "documentation")
-SHARES = ("re_convergence", "rescue_rate", "largest_gain")
 
 
 def record(name: str) -> Any:
@@ -78,16 +77,16 @@ def strategies() -> str:
     return strategies_of(record("bench"))
 
 
-def strategies_of(found: dict[str, Any]) -> str:
+def strategies_of(bench: dict[str, Any]) -> str:
     """The record of a `hf-dflow bench run` over all tasks, with its conditions below."""
     figures = ("tokens per step", "accepted", "std", "forwards per token", "p50, s", "p95, s", "tokens/s")
     rows = []
-    for mode, group in found["modes"].items():
+    for mode, group in bench["modes"].items():
         contestants = group["all"]["contestants"]
         rows += [[mode, name, *_strategy(contestants.get(name), times)] for name, times in group["latency"].items()]
         for name, reason in group.get("not_run", {}).items():
             rows.append([mode, name, f"not run: {reason}", *["–"] * (len(figures) - 1)])
-    conditions, identity = found["conditions"], found["identity"]
+    conditions, identity = bench["conditions"], bench["identity"]
     concurrency = conditions["concurrency"]
     at_a_time = "one at a time" if concurrency == 1 else f"batches of {concurrency} at a time"
     texts = ", ".join(f"{name} {count}" for name, count in identity["identical_to_plain"].items())
@@ -145,11 +144,11 @@ def prompt_sets() -> str:
         rows.append(
             [
                 label,
-                *(with_interval(one["tokens_per_step"], ".2f") for one in pair),
+                *(with_interval(figures["tokens_per_step"], ".2f") for figures in pair),
                 with_interval(group["differences"]["dflow - dflash"]["gain"], "+.1%"),
-                " / ".join(f"{one['accepted_length_std']:.2f}" for one in pair),
-                " / ".join(f"{one['draft_acceptance_rate']:.1%}" for one in pair),
-                " / ".join(f"{one['target_forwards_per_token']:.2f}" for one in pair),
+                " / ".join(f"{figures['accepted_length_std']:.2f}" for figures in pair),
+                " / ".join(f"{figures['draft_acceptance_rate']:.1%}" for figures in pair),
+                " / ".join(f"{figures['target_forwards_per_token']:.2f}" for figures in pair),
                 f"{min(identity['identical_to_plain'].values())} of {identity['compared_with_plain']}",
             ]
         )
@@ -162,7 +161,7 @@ def drafter_kinds() -> str:
     rows = []
     for kind in DRAFTER_KINDS:
         contestants = [_greedy(name)["contestants"][kind] for name in PROMPT_SETS]
-        rows.append([kind, *(with_interval(one["tokens_per_step"], ".2f") for one in contestants)])
+        rows.append([kind, *(with_interval(figures["tokens_per_step"], ".2f") for figures in contestants)])
     return markdown_table(("drafter", *(short for short, _ in PROMPT_SETS.values())), rows)
 
 
@@ -172,7 +171,7 @@ def sampled() -> str:
     for mode, groups in record("eval-sampled")["modes"].items():
         pair = [groups["all"]["contestants"][kind]["tokens_per_step"] for kind in ("dflash", "dflow")]
         gain = groups["all"]["differences"]["dflow - dflash"]["gain"]
-        rows.append([mode, *(with_interval(one, ".2f") for one in pair), with_interval(gain, "+.1%")])
+        rows.append([mode, *(with_interval(figure, ".2f") for figure in pair), with_interval(gain, "+.1%")])
     return markdown_table(("sampling", "DFlash", "DFlow", "gain, paired"), rows)
 
 
@@ -195,24 +194,24 @@ def classic_baseline() -> str:
 def learning_curve() -> str:
     """The bundled drafter after each stage of its training."""
     rows = []
-    for label, found in zip(LEARNING_CURVE, _greedy("eval-curve")["contestants"].values(), strict=True):
-        first, second = [*found["acceptance_rate_per_position"], 0][:2]
-        rows.append([label, with_interval(found["tokens_per_step"], ".2f"), f"{first:.1%}", f"{second:.1%}"])
+    for label, figures in zip(LEARNING_CURVE, _greedy("eval-curve")["contestants"].values(), strict=True):
+        first, second = [*figures["acceptance_rate_per_position"], 0][:2]
+        rows.append([label, with_interval(figures["tokens_per_step"], ".2f"), f"{first:.1%}", f"{second:.1%}"])
     return markdown_table(("updates", "tokens per step", "first draft accepted", "two accepted"), rows)
 
 
 def servers() -> str:
     """What `hf-dflow bench endpoint` measured."""
     rows = []
-    for found in record("endpoints"):
-        load, times, drafts = found["all"], found["all"]["latency"], found["acceptance"]
+    for endpoint in record("endpoints"):
+        load, times, drafts = endpoint["all"], endpoint["all"]["latency"], endpoint["acceptance"]
         accepted = ["–", "–"]
         if drafts is not None:
             accepted = [f"{drafts['tokens_per_step']:.2f}", f"{drafts['draft_acceptance_rate']:.1%}"]
         rows.append(
             [
-                found["conditions"]["server"].split(",")[0],
-                str(found["conditions"]["concurrency"]),
+                endpoint["conditions"]["server"].split(",")[0],
+                str(endpoint["conditions"]["concurrency"]),
                 f"{load['outcomes'].get('ok', 0)} of {load['requests']}",
                 *(f"{times['latency_seconds'][key]:.1f}" for key in ("p50", "p95")),
                 f"{times['first_token_seconds']['p50']:.1f}",
@@ -232,10 +231,10 @@ def decisions(name: str, mode: str = "T=0") -> str:
     group = record(f"decisions-{name}")["modes"][mode]["all"]
     first, *_ = group["contestants"]
     rows = []
-    for way, found in group["contestants"].items():
+    for way, figures in group["contestants"].items():
         gain = "" if way == first else with_interval(group["differences"][f"{way} - {first}"]["gain"], "+.1%")
-        steps = with_interval(found["tokens_per_step"], ".2f")
-        rows.append([way, steps, f"{found['target_forwards_per_token']:.2f}", gain])
+        steps = with_interval(figures["tokens_per_step"], ".2f")
+        rows.append([way, steps, f"{figures['target_forwards_per_token']:.2f}", gain])
     return markdown_table(("way", "tokens per step", "target forwards per token", "gain over the first"), rows)
 
 
@@ -257,8 +256,8 @@ def switches(name: str, mode: str = "T=0") -> str:
     by_task = groups["modelled_seconds_per_token"]["by_task"]
     tasks = ["all", *(task for task in by_task if task != "all")]
     rows = []
-    for chosen, found in groups["all"]["contestants"].items():
-        cells = [with_interval(found[key], ".2f") for key in ("tokens_per_step", "speed_up")]
+    for chosen, figures in groups["all"]["contestants"].items():
+        cells = [with_interval(figures[key], ".2f") for key in ("tokens_per_step", "speed_up")]
         rows.append([chosen, *cells, *(f"{1e3 * by_task[task][chosen]:.0f}" for task in tasks)])
     headings = ("switches", "tokens per step", "times as fast as plain", "ms a token by cost: all")
     return markdown_table((*headings, *tasks[1:]), rows)
@@ -291,9 +290,10 @@ def lab_corpora() -> str:
     """What the probe says of each corpus."""
     rows = []
     for corpus in LAB_CORPORA:
-        found = lab_record(corpus)
-        shares = (found["probe"][name] for name in ("re_convergence", "rescue_rate", "rescue_rate_top5", SHARES[-1]))
-        steps = found["dflash"]["tokens_per_step"]["value"]
+        summary = lab_record(corpus)
+        names = ("re_convergence", "rescue_rate", "rescue_rate_top5", "largest_gain")
+        shares = (summary["probe"][name] for name in names)
+        steps = summary["dflash"]["tokens_per_step"]["value"]
         rows.append([corpus, *(f"{share:.1%}" for share in shares), f"{steps:.2f}"])
     headings = ("corpus", "re-convergence", "rescue rate", "by its top-5", "largest gain", "DFlash")
     return markdown_table(headings, rows)
