@@ -155,30 +155,37 @@ def test_one_commit_and_no_network(kind, tmp_path, monkeypatch):
 
 
 def test_every_look_up_gets_the_callers_access(tmp_path, monkeypatch):
-    """F3: a token, a cache or a revision that reaches the configuration and not the weights; the target's, if any."""
+    """F3: a token, a cache or a revision that reaches the configuration and not the weights, or the target's; a branch
+    that moves between two look-ups."""
     requests, snapshot = [], f"models--org--drafter/snapshots/{OLD}"
     commits("dflow", tmp_path / "hub")
 
     def download(repo_id, filename, **kwargs):
-        cached = tmp_path / "own" / snapshot / filename
+        cached = Path(kwargs["cache_dir"]) / snapshot / filename
         if cached.exists() and kwargs["revision"] == OLD:  # a commit never changes, so the client asks nobody
             return str(cached)
         requests.append((repo_id, filename, {key: kwargs.get(key) for key in (*ACCESS, "cache_dir")}))
         if not (tmp_path / "hub" / snapshot / filename).exists():
             raise EntryNotFoundError(filename)
         cached.parent.mkdir(parents=True, exist_ok=True)
+        (cached.parents[2] / "refs").mkdir(exist_ok=True)
+        (cached.parents[2] / "refs/main").write_text(OLD)
         return shutil.copy(tmp_path / "hub" / snapshot / filename, cached)
 
     monkeypatch.setattr("transformers.utils.hub.hf_hub_download", download)
     monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: False)
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_target")
-    drafter = DFlowDrafter.from_pretrained("org/drafter", cache_dir=tmp_path / "own", **ACCESS)
-    assert drafter.config.block_size == 3
-    assert {name for _, name, _ in requests} >= {"config.json", "model.safetensors"}
-    expected = {**ACCESS, "cache_dir": tmp_path / "own"}
-    for repository, name, options in requests:
-        options["cache_dir"] = Path(options["cache_dir"])
-        assert (repository, options) == ("org/drafter", expected), name
+    for cache, access in ((tmp_path / "pinned", ACCESS), (tmp_path / "branch", {**ACCESS, "revision": "main"})):
+        requests.clear()
+        drafter = DFlowDrafter.from_pretrained("org/drafter", cache_dir=cache, **access)
+        assert drafter.config.block_size == 3
+        assert {name for _, name, _ in requests} >= {"config.json", "model.safetensors"}
+        for repository, name, options in requests:
+            options["cache_dir"] = Path(options["cache_dir"])
+            expected = {**ACCESS, "cache_dir": cache}
+            if name == "config.json":  # the branch is followed once
+                expected["revision"] = access["revision"]
+            assert (repository, options) == ("org/drafter", expected), name
 
 
 # -- transformers' keywords, and the way back
