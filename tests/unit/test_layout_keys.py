@@ -25,7 +25,7 @@ REQUIRED = {
     "transformers": ("rope_parameters", "layer_types", "head_dim"),
 }
 CORRECTION = {"correction_intermediate_size": 16, "correction_top_k": 4}
-NESTED = "dflash_config."
+NESTED, LAYERS = "dflash_config.", "transformer_layer_config."
 WITHOUT_WINDOW = dict.fromkeys(("layer_types", "use_sliding_window", "sliding_window"))
 # Layout, what is changed in its config.json (None: removed), and the word that the error must contain.
 IMPOSSIBLE = [
@@ -66,7 +66,7 @@ IMPOSSIBLE = [
     ("speculators", {"aux_hidden_state_layer_ids": [0, 2]}, "entry 0"),
     ("speculators", {"transformer_layer_config": {"model_type": "no-such"}}, "no-such"),
     ("speculators", {"draft_vocab_size": 8}, "d2t"),
-    ("speculators", {"transformer_layer_config.num_hidden_layers": 10**12}, "num_hidden_layers"),
+    ("speculators", {f"{LAYERS}layer_types": None, f"{LAYERS}num_hidden_layers": 10**12}, "num_hidden_layers"),
     ("speculators", {"speculators_model_type": "dspark"}, "dspark"),
     ("speculators", {"speculators_model_type": "xpress"}, "xpress"),
     ("speculators", {"speculators_model_type": "peagle"}, "peagle"),

@@ -8,7 +8,7 @@ import pytest
 import speculators_oracle as speculators
 import torch
 from dflash_oracle import BLOCK_SIZE, DFLASH2, MASK_TOKEN_ID, VOCAB_SIZE, block_ids, features_of
-from kit import ROPE, prompt_of, tiny_target
+from kit import ROPE, prompt_of, shared_target, tiny_drafter, tiny_target
 from layouts import KINDS, REACH, WINDOW, original, write_native
 from safetensors.torch import load_file
 from transformers import DynamicCache
@@ -201,6 +201,29 @@ def test_states_equal_the_native_assistant(layers, tmp_path):
     assert_close(drafter(embeds, features).last_hidden_state, expected)
     assert drafter.config.vocab_size is None and drafter.config.input_embedding == "target"
     assert drafter.config.rope_parameters == ROPE
+
+
+# -- our own
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@torch.no_grad()
+def test_the_relay_by_hand(affine):
+    """Bug: bonus and rejected token exchanged, scale and shift exchanged, a norm over the wrong axis."""
+    drafter = tiny_drafter(shared_target(), relay_norm_affine=affine)
+    relay, embedding = drafter.relay, shared_target().get_input_embeddings()
+    if affine:
+        relay.norm.weight.normal_(generator=torch.Generator().manual_seed(0))
+    features, bonus, rejected = features_of(2).double(), torch.tensor([5]), torch.tensor([9])
+    found = drafter.relay_additions(features, bonus, rejected, embedding)[0]
+    for row, addition in zip(features[0], found, strict=True):
+        state = drafter.fc(row)
+        state = state / (state.square().mean() + 1e-6).sqrt()
+        inner = relay.up_proj(torch.cat([embedding.weight[5], embedding.weight[9], state]))
+        scale, shift = relay.down_proj(torch.nn.functional.silu(inner)).view(2, -1)
+        normed = (state - state.mean()) / (state.var(correction=0) + 1e-5).sqrt()
+        expected = scale * (normed * relay.norm.weight if affine else normed) + shift
+        torch.testing.assert_close(addition, expected, atol=1e-6, rtol=1e-6)  # transformers' norms are in float32
 
 
 # -- all of them
