@@ -14,7 +14,7 @@ from hf_dflow.bench.workloads import read_prompts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_with_vllm.py"
 NEW_TOKENS = 12
-# Answers with what `answers.json` holds, counts 3 steps of 7 drafts for each, 2 accepted, and notes what it was told.
+# Answers with what `answers.json` holds, counts 3 steps of 7 drafts for each, 2 accepted, and notes its options.
 STAND_IN = """
 import json, os, pathlib
 
@@ -29,34 +29,34 @@ class SamplingParams:
 
 
 class LLM:
-    def __init__(self, **told):
+    def __init__(self, **options):
         if PLAN["refusal"]:
             raise ValueError(PLAN["refusal"])
-        folder = pathlib.Path(told["speculative_config"]["model"])
+        folder = pathlib.Path(options["speculative_config"]["model"])
         self.log = {
-            "told": told,
+            "options": options,
             "drafter": json.loads((folder / "config.json").read_text()),
             "has_weights": (folder / "model.safetensors").is_file(),
             "offline": os.environ.get("HF_HUB_OFFLINE"),
-            "asked": [],
+            "requests": [],
         }
 
     def generate(self, prompts, params, use_tqdm):
         (prompt,) = prompts
-        self.log["asked"].append({**prompt, **params.wanted})
+        self.log["requests"].append({**prompt, **params.wanted})
         for name, more in (("num_drafts", 3), ("num_draft_tokens", 21), ("num_accepted_tokens", 2)):
             COUNTS[name] += more
-        layout = pathlib.Path(self.log["told"]["speculative_config"]["model"]).name
+        layout = pathlib.Path(self.log["options"]["speculative_config"]["model"]).name
         (FOLDER / f"{layout}.json").write_text(json.dumps(self.log))
         answer = PLAN["answers"][json.dumps(prompt["prompt_token_ids"])]
-        return [Thing(outputs=[Thing(token_ids=tuple(answer))])]
+        return [Namespace(outputs=[Namespace(token_ids=tuple(answer))])]
 
     def get_metrics(self):
-        counters = [Thing(name=f"vllm:spec_decode_{name}", value=value) for name, value in COUNTS.items()]
-        return [*counters, Thing(name="vllm:e2e_request_latency_seconds", sum=1.5)]
+        counters = [Namespace(name=f"vllm:spec_decode_{name}", value=value) for name, value in COUNTS.items()]
+        return [*counters, Namespace(name="vllm:e2e_request_latency_seconds", sum=1.5)]
 
 
-class Thing:
+class Namespace:
     def __init__(self, **fields):
         self.__dict__.update(fields)
 """
@@ -65,13 +65,13 @@ class Thing:
 @pytest.fixture(scope="module")
 def plain_answers():
     """Prompt ids, as JSON -> the target's own greedy answer."""
-    pair, found = load_pair(TINY_TARGET, TINY_DRAFTER), {}
+    pair, answers = load_pair(TINY_TARGET, TINY_DRAFTER), {}
     for prompt in read_prompts(TINY_PROMPTS):
         inputs = pair.encode(prompt.text)
         run = decode(pair.target, inputs, Contestant("plain"), Mode(), NEW_TOKENS)
-        found[json.dumps(inputs["input_ids"][0].tolist())] = run.new_tokens
-    assert len(found) > 1
-    return found
+        answers[json.dumps(inputs["input_ids"][0].tolist())] = run.new_tokens
+    assert len(answers) > 1
+    return answers
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def run(tmp_path, monkeypatch, capsys):
     return run_with
 
 
-def test_what_vllm_is_told_and_what_is_recorded(run, plain_answers):
+def test_options_of_vllm_and_the_record(run, plain_answers):
     """Bug: vLLM drafts nothing, has no room for the last block, earlier steps count too, a path in the record."""
-    code, said, folder = run(plain_answers)
+    code, printed, folder = run(plain_answers)
     total = len(plain_answers)
     assert code == 0
     for layout, mark in (
@@ -109,23 +109,23 @@ def test_what_vllm_is_told_and_what_is_recorded(run, plain_answers):
         ("speculators", ("speculators_model_type", "dflash")),
     ):
         log = json.loads((folder / f"{layout}.json").read_text())
-        told, speculative = log["told"], log["told"]["speculative_config"]
-        assert told["model"] == str(TINY_TARGET) and told["dtype"] == "float32"
+        options, speculative = log["options"], log["options"]["speculative_config"]
+        assert options["model"] == str(TINY_TARGET) and options["dtype"] == "float32"
         assert speculative["method"] == "dflash" and speculative["num_speculative_tokens"] == 7
         assert log["drafter"][mark[0]] == mark[1] and log["has_weights"]
         longest = max(len(json.loads(prompt)) for prompt in plain_answers)
-        assert told["max_model_len"] == longest + NEW_TOKENS + 2 * 8
-        assert told["disable_log_stats"] is False and log["offline"] == "1"
-        assert [json.dumps(one["prompt_token_ids"]) for one in log["asked"]] == list(plain_answers)
-        assert all(one["temperature"] == 0.0 and one["max_tokens"] == NEW_TOKENS for one in log["asked"])
-        assert f"{layout}: {total} of {total} texts the same" in said
+        assert options["max_model_len"] == longest + NEW_TOKENS + 2 * 8
+        assert options["disable_log_stats"] is False and log["offline"] == "1"
+        assert [json.dumps(request["prompt_token_ids"]) for request in log["requests"]] == list(plain_answers)
+        assert all(request["temperature"] == 0.0 and request["max_tokens"] == NEW_TOKENS for request in log["requests"])
+        assert f"{layout}: {total} of {total} texts the same" in printed
     text = (folder / "record.json").read_text()
     record = json.loads(text)
-    for found in record["layouts"].values():
-        assert found["prompts"] == found["texts_the_same"] == total and found["versions"]["vllm"] == "0.0.7"
-        assert found["vllm"]["steps_by_prompt"] == [3] * total
-        assert (found["vllm"]["drafted"], found["vllm"]["accepted"]) == (21 * total, 2 * total)
-        ours = found["hf_dflow"]
+    for layout in record["layouts"].values():
+        assert layout["prompts"] == layout["texts_the_same"] == total and layout["versions"]["vllm"] == "0.0.7"
+        assert layout["vllm"]["steps_by_prompt"] == [3] * total
+        assert (layout["vllm"]["drafted"], layout["vllm"]["accepted"]) == (21 * total, 2 * total)
+        ours = layout["hf_dflow"]
         assert ours["tokens"] == sum(map(len, plain_answers.values()))
         assert ours["accepted"] >= 2 and ours["steps"] < ours["tokens"]
     conditions = record["conditions"]
@@ -137,10 +137,10 @@ def test_what_vllm_is_told_and_what_is_recorded(run, plain_answers):
 def test_a_text_that_differs_is_a_failure(run, plain_answers):
     """Bug: a comparison by length, or of the first texts alone; a difference that ends with exit code 0."""
     *same, (last, tokens) = plain_answers.items()
-    code, said, folder = run({**dict(same), last: [*tokens[:-1], tokens[-1] + 1]})
+    code, printed, folder = run({**dict(same), last: [*tokens[:-1], tokens[-1] + 1]})
     assert code == 1
     total = len(plain_answers)
-    assert said.count(f"{total - 1} of {total} texts the same") == 2
+    assert printed.count(f"{total - 1} of {total} texts the same") == 2
     record = json.loads((folder / "record.json").read_text())
     assert record["layouts"]["speculators"]["texts_the_same"] == total - 1
 
@@ -154,6 +154,6 @@ def test_a_refusal_is_shown_with_what_was_asked(run, plain_answers):
 
 def test_an_environment_that_is_not_there(run, plain_answers):
     """Bug: a traceback for a mistyped path, after the minutes that decoding here takes."""
-    code, said, folder = run(plain_answers, python="/no/such/python")
-    assert "/no/such/python" in code and "vllm-env/bin/python" in code and said == ""
+    code, printed, folder = run(plain_answers, python="/no/such/python")
+    assert "/no/such/python" in code and "vllm-env/bin/python" in code and printed == ""
     assert not (folder / "record.json").exists()
