@@ -171,7 +171,7 @@ def test_the_tiny_pair_is_small_and_records_its_target(bundled, monkeypatch):
 def test_its_relay_saves_target_forwards_and_changes_no_text(bundled):
     """Catches: weights that do not belong together, a relay that is off, shifted or untrained; a text that differs."""
     forwards, accepted = {"plain": 0, "dflash": 0, "dflow": 0}, []
-    for answer in demo.compare(bundled, read_prompts(TINY_PROMPTS), 96):
+    for answer in demo.compare(bundled, read_prompts(TINY_PROMPTS), 48):
         for name, result in answer.runs.items():
             forwards[name] += result.target_forwards
             assert demo.is_identical(answer, name)

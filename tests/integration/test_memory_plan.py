@@ -27,7 +27,7 @@ from hf_dflow.errors import DFlowError
 from hf_dflow.generation import verification
 from hf_dflow.generation.cache import DraftCache
 
-ROWS, PROMPT, TOKENS = 48, 40, 92
+ROWS, PROMPT, TOKENS = 48, 40, 66
 TOLERANCE = 0.05
 
 
