@@ -26,7 +26,8 @@ def load_draft_model(folder: str | Path, target: PreTrainedModel) -> PreTrainedM
     borrow_embedding(model, target)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     shared = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings())}
-    names = {name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in shared}
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = {name for name, parameter in parameters if id(parameter) in shared}
     is_tied = len(shared) == 1
     wrong = [name for name in missing if not (name in names and (borrowed or is_tied))] + list(unexpected)
     if wrong:

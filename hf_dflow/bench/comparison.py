@@ -128,8 +128,17 @@ def run(
                 counts["mean_accepted_length"] = counts["tokens_per_step"]["value"] - 1.0
     used = list(dict.fromkeys(answer.prompt for answer in counted.values()))
     batching = f", of times over batches; a request takes as long as its batch of {concurrency}"
-    record["conditions"] = {
-        **conditions_of(pair, modes, used, output_tokens=output_tokens, concurrency=concurrency),
+    device = pair.target.device
+    record["conditions"] = run_conditions(**pair.describe()) | {
+        "engine": "transformers, in this process",
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "output_tokens": output_tokens,
+        "modes": [mode.name for mode in modes],
+        "decoding": ", ".join(mode.name for mode in modes),
+        "draft_rule": "sampled drafts are tested against their law; prompt lookup's must be what the target draws",
+        "concurrency": concurrency,
+        "prompts_sha256": prompts_digest(used),
         "workload": workload,
         "repeats": repeats,
         "prompts": len(used),
@@ -141,25 +150,6 @@ def run(
     }
     record["notes"] = notes(list(counted.values()))
     return record
-
-
-def conditions_of(
-    pair: Pair, modes: Sequence[Mode], prompts: Sequence[Prompt], *, output_tokens: int, concurrency: int
-) -> dict[str, Any]:
-    """What must agree between results that are compared; see [`MUST_AGREE`]."""
-    device = pair.target.device
-    return run_conditions(
-        **pair.describe(),
-        engine="transformers, in this process",
-        dtype=str(pair.target.dtype).removeprefix("torch."),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        output_tokens=output_tokens,
-        modes=[mode.name for mode in modes],
-        decoding=", ".join(mode.name for mode in modes),
-        draft_rule="sampled drafts are tested against their law; prompt lookup's must be what the target draws",
-        concurrency=concurrency,
-        prompts_sha256=prompts_digest(prompts),
-    )
 
 
 def peak_memory(pair: Pair, plan: Plan, mode: Mode, inputs: dict, not_run: Mapping[str, str]) -> dict[str, Any]:
@@ -273,7 +263,7 @@ def _memory(peak: Mapping[str, Any]) -> list[str]:
 def plot(record: Mapping[str, Any], path: Path) -> None:
     """Draw tokens per step of every strategy by task with intervals, one panel for each mode."""
     figure_class = matplotlib_figure()
-    modes = {mode: found for mode, found in record["modes"].items() if found["all"]["contestants"]}
+    modes = {mode: measured for mode, measured in record["modes"].items() if measured["all"]["contestants"]}
     if not modes:
         raise DFlowError("no strategy was measured, so there is nothing to plot; leave --plot out")
     picture = figure_class(figsize=(5.5 * len(modes), 4), layout="constrained")

@@ -77,9 +77,9 @@ def temperatures_of(record: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(mode.split(",")[0] for mode in record["conditions"]["modes"]))
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The conditions in which two records differ, with both values. A condition that is not stated is a difference."""
-    pairs = {name: (one.get(name, NOT_STATED), other.get(name, NOT_STATED)) for name in MUST_AGREE}
+    pairs = {name: (first.get(name, NOT_STATED), second.get(name, NOT_STATED)) for name in MUST_AGREE}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] or NOT_STATED in pair}
 
 
@@ -109,20 +109,20 @@ def refuse_other_loads(
     for record, name in zip(records[1:], names[1:], strict=True):
         both = (records[0], record)
         pairs = {
-            words: tuple(one["conditions"].get(key, NOT_STATED) for one in both)
+            words: tuple(each["conditions"].get(key, NOT_STATED) for each in both)
             for key, words in LOAD.items()
             if key not in except_for
         }
-        temperatures = [temperatures_of(one) for one in both]
+        temperatures = [temperatures_of(each) for each in both]
         if not set(temperatures[0]) & set(temperatures[1]):
             pairs["temperature"] = tuple(", ".join(names) for names in temperatures)
         _refuse(names[0], name, {words: pair for words, pair in pairs.items() if pair[0] != pair[1]})
 
 
-def _refuse(one: str, other: str, different: Mapping[str, tuple[Any, ...]]) -> None:
+def _refuse(first: str, second: str, different: Mapping[str, tuple[Any, ...]]) -> None:
     if different:
-        values = "; ".join(f"{name}: {ours!r} / {theirs!r}" for name, (ours, theirs) in different.items())
+        values = "; ".join(f"{name}: {value!r} / {other!r}" for name, (value, other) in different.items())
         raise DFlowError(
-            f"{one} and {other} were measured under different conditions, so they are not compared. {values}. Measure "
-            "both again with the same options."
+            f"{first} and {second} were measured under different conditions, so they are not compared. {values}. "
+            "Measure both again with the same options."
         )

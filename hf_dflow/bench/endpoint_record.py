@@ -72,7 +72,7 @@ def summarise_load(results: Sequence[RequestResult], wall_seconds: float | None 
     """
     good = [result for result in results if result.outcome == OK]
     tokens = sum(result.tokens for result in good)
-    timed = [Timed(one.prompt.digest, one.seconds, one.first_token_seconds, one.tokens) for one in good]
+    timed = [Timed(result.prompt.digest, result.seconds, result.first_token_seconds, result.tokens) for result in good]
     return {
         "requests": len(results),
         "outcomes": dict(Counter(result.outcome for result in results)),
@@ -80,7 +80,7 @@ def summarise_load(results: Sequence[RequestResult], wall_seconds: float | None 
         "retries": dict(sum((result.retries for result in results), Counter())),
         "wall_seconds": wall_seconds,
         "output_tokens": tokens,
-        "tokens_counted_by": "the server" if all(one.is_counted_by_server for one in good) else "pieces of text",
+        "tokens_counted_by": "the server" if all(result.is_counted_by_server for result in good) else "pieces of text",
         "effective_tps_with_bonus": None if wall_seconds is None else tokens / wall_seconds,
         "latency": latencies(timed) if timed else None,
     }

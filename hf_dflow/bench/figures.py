@@ -86,8 +86,11 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
     differences = {}
     for name, base in [*((name, baseline) for name in names if name != baseline), *also]:
         if name in names and base in names:
-            ours, theirs = tokens_per_step[name], tokens_per_step[base]
-            differences[f"{name} - {base}"] = {"difference": figure(ours - theirs), "gain": figure(ours / theirs - 1.0)}
+            rates, base_rates = tokens_per_step[name], tokens_per_step[base]
+            differences[f"{name} - {base}"] = {
+                "difference": figure(rates - base_rates),
+                "gain": figure(rates / base_rates - 1.0),
+            }
     record: dict[str, Any] = {"prompts": len(columns), "contestants": contestants, "differences": differences}
     if has_plain:
         record["plain_seconds_per_token"] = float(seconds_per_token[PLAIN][0])
@@ -97,13 +100,13 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
 def pooled(statistics: Sequence[AcceptanceStatistics]) -> AcceptanceStatistics:
     """One record of all steps, in which long answers weigh more than short ones."""
     total = AcceptanceStatistics()
-    for one in statistics:
-        total.per_step_accepted += one.per_step_accepted
-        total.per_step_drafted += one.per_step_drafted
-        total.predictions += one.predictions
-        total.num_target_forwards += one.num_target_forwards
-        total.num_draft_forwards += one.num_draft_forwards
-        total.num_output_tokens += one.num_output_tokens
+    for answer in statistics:
+        total.per_step_accepted += answer.per_step_accepted
+        total.per_step_drafted += answer.per_step_drafted
+        total.predictions += answer.predictions
+        total.num_target_forwards += answer.num_target_forwards
+        total.num_draft_forwards += answer.num_draft_forwards
+        total.num_output_tokens += answer.num_output_tokens
     return total
 
 
@@ -215,7 +218,7 @@ def _speed_ups(answers: Sequence[Answer], name: str) -> list[tuple[str, float]]:
     """Plain seconds per token over the contestant's, runs of one repeat paired."""
     ratios = []
     for answer in answers:
-        ours, plain = answer.runs[name].seconds_per_token, answer.runs[PLAIN].seconds_per_token
-        if ours and plain:
-            ratios.append((answer.timed_with, plain / ours))
+        drafting, plain = answer.runs[name].seconds_per_token, answer.runs[PLAIN].seconds_per_token
+        if drafting and plain:
+            ratios.append((answer.timed_with, plain / drafting))
     return ratios

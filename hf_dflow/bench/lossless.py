@@ -22,7 +22,7 @@ class LosslessReport:
         identical (`bool`): Whether both texts are the same, token by token.
         verdict (`str`): "identical", "rounding near tie" or "FAULT".
         position (`int`, *optional*): The first new token that differs, counted from 0.
-        plain_token, dflow_token (`int`, *optional*): What each said there.
+        plain_token, dflow_token (`int`, *optional*): The token of each text there.
         margin (`float`, *optional*): Top-1 minus top-2 logit there, in a full forward without any cache.
         gap (`float`, *optional*): Top-1 logit minus the lower of the two tokens' logits, in the same forward. It is
             what the verdict goes by: a fault can also strike where the target happens to hesitate.
@@ -82,17 +82,17 @@ def compare_with_plain(
     kwargs |= {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
     generate: Any = model.generate
     plain = generate(**inputs, **kwargs)
-    ours = generate(**inputs, **kwargs, assistant_model=drafter, speculation_type=SPECULATION_TYPE)
-    if not ours.statistics.lossless:
+    dflow = generate(**inputs, **kwargs, assistant_model=drafter, speculation_type=SPECULATION_TYPE)
+    if not dflow.statistics.lossless:
         raise ValueError("compare_with_plain judges lossless decoding, but a relaxed acceptance rule is on.")
     prompt_length = inputs["input_ids"].shape[1]
-    alone, drafted = plain.sequences[0].tolist(), ours.sequences[0].tolist()
+    alone, drafted = plain.sequences[0].tolist(), dflow.sequences[0].tolist()
     if alone == drafted:
-        return LosslessReport(True, IDENTICAL, statistics=ours.statistics)
+        return LosslessReport(True, IDENTICAL, statistics=dflow.statistics)
     pairs = enumerate(zip(alone, drafted, strict=False))
     cut = next((i for i, (left, right) in pairs if left != right), None)
     if cut is None:
-        return LosslessReport(False, FAULT, min(len(alone), len(drafted)) - prompt_length, statistics=ours.statistics)
+        return LosslessReport(False, FAULT, min(len(alone), len(drafted)) - prompt_length, statistics=dflow.statistics)
     recorded = generate(**inputs, **{**kwargs, "output_scores": True, "output_logits": True})
     step = cut - prompt_length
     logits = _uncached_logits(model, plain.sequences[:, :cut], inputs)
@@ -101,7 +101,7 @@ def compare_with_plain(
     gap = float(top[0] - logits[[alone[cut], drafted[cut]]].min())
     verdict = NEAR_TIE if gap <= margin else FAULT
     return LosslessReport(
-        False, verdict, step, alone[cut], drafted[cut], float(top[0] - top[1]), gap, statistics=ours.statistics
+        False, verdict, step, alone[cut], drafted[cut], float(top[0] - top[1]), gap, statistics=dflow.statistics
     )
 
 

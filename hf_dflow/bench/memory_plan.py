@@ -107,16 +107,16 @@ def make_plan(target: PreTrainedConfig, drafter: DFlowDrafterConfig, load: Load)
     cache = cache_bytes(text, load.max_model_len + drafts, size, load.tensor_parallel_size)
     # Probabilities are computed in float32 or wider. Of each logit there are: the raw one where that is narrower, the
     # converted one, and when sampling in torch its probability.
-    wide = max(size, 4)
-    raw, converted = size * (wide > size), wide * (2 if load.do_sample else 1)
+    law_size = max(size, 4)
+    raw, converted = size * (law_size > size), law_size * (2 if load.do_sample else 1)
     states = hidden * size * (num_layers + 1 + taps)  # of a token; the tapped ones a second time, side by side
     heads = _heads_per_gpu(drafter.num_key_value_heads, load.draft_tensor_parallel_size)
     columns = DraftCache.capacity_for(prompt_len, load.max_model_len, drafter.block_size)
     return MemoryPlan(
-        target_weights=weight_bytes(target_on_meta(target, dtype), load.tensor_parallel_size),
+        target_weights=target_bytes(target, dtype, load.tensor_parallel_size),
         target_cache_row=cache,
         plain_buffers_row=vocab * (raw + converted),
-        drafter_weights=weight_bytes(drafter_on_meta(drafter, dtype), load.draft_tensor_parallel_size),
+        drafter_weights=drafter_bytes(drafter, dtype, load.draft_tensor_parallel_size),
         drafter_cache_row=2 * drafter.num_hidden_layers * heads * drafter.head_dim * size * columns,
         holes_row=math.ceil(cache * MAX_HOLES / (1 - MAX_HOLES)) if load.has_holes else 0,
         verification_buffers_row=vocab * ((raw + converted) * (drafts + 1) + converted * drafts),
@@ -155,22 +155,22 @@ def cache_bytes(text: Any, tokens: int, size: int, gpus: int = 1) -> int:
     return sum(column * min(tokens, longest[layer_type]) for layer_type in layer_types)
 
 
-def weight_bytes(model: torch.nn.Module, gpus: int = 1) -> int:
+def target_bytes(config: PreTrainedConfig, dtype: torch.dtype, gpus: int = 1) -> int:
+    """Bytes of a target's weights on each GPU."""
+    with torch.device("meta"):
+        return _weight_bytes(AutoModelForCausalLM.from_config(config, dtype=dtype), gpus)
+
+
+def drafter_bytes(config: DFlowDrafterConfig, dtype: torch.dtype, gpus: int = 1) -> int:
+    """Bytes of a drafter's weights on each GPU."""
+    with torch.device("meta"):
+        return _weight_bytes(DFlowDrafter._from_config(config, dtype=dtype), gpus)
+
+
+def _weight_bytes(model: torch.nn.Module, gpus: int) -> int:
     """Bytes of the parameters and persistent buffers, shared ones once; matrices divided among `gpus`."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
     return sum(math.ceil(t.nbytes / gpus) if t.dim() > 1 else t.nbytes for t in tensors)
-
-
-def target_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
-    """A causal language model without storage."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def drafter_on_meta(config: DFlowDrafterConfig, dtype: torch.dtype) -> torch.nn.Module:
-    """A drafter without storage."""
-    with torch.device("meta"):
-        return DFlowDrafter._from_config(config, dtype=dtype)
 
 
 def read_target(source: str | Path) -> PreTrainedConfig:

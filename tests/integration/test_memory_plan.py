@@ -13,12 +13,11 @@ from hf_dflow import DFlowGenerationConfig, PairMismatchError
 from hf_dflow.bench.memory_plan import (
     Load,
     cache_bytes,
-    drafter_on_meta,
+    drafter_bytes,
     make_plan,
     read_drafter,
     read_target,
-    target_on_meta,
-    weight_bytes,
+    target_bytes,
 )
 from hf_dflow.bench.pairs import load_pair
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
@@ -82,7 +81,7 @@ def test_weights_and_cache_of_every_family(family):
     """Bug: tied heads counted twice, grouped heads counted whole, a window that grows with the text."""
     target = tiny_target(family, dtype=torch.float32)
     tensors = {one.data_ptr(): one.nbytes for one in target.state_dict().values()}
-    assert weight_bytes(target_on_meta(target.config, torch.float32)) == sum(tensors.values())
+    assert target_bytes(target.config, torch.float32) == sum(tensors.values())
     cache = DynamicCache(config=target.config)
     target(torch.ones(1, 40, dtype=torch.long), past_key_values=cache, use_cache=True)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -97,7 +96,7 @@ def test_weights_of_a_drafter():
     target = tiny_target(dtype=torch.float32)
     drafter = tiny_drafter(target)
     held = sum(one.nbytes for one in drafter.state_dict().values())
-    assert weight_bytes(drafter_on_meta(drafter.config, torch.float32)) == held
+    assert drafter_bytes(drafter.config, torch.float32) == held
     plan = make_plan(target.config, drafter.config, Load(64, 8, "float32"))
     assert plan.drafter_weights == held
 

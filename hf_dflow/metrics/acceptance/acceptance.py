@@ -37,17 +37,19 @@ class Acceptance(evaluate.Metric):
         )
 
     def _compute(self, accepted, drafted, wall_seconds=None, output_tokens=None):
-        found = statistics_of(accepted, drafted)
+        statistics = statistics_of(accepted, drafted)
         counts = {
-            "mean_accepted_length": found.mean_accepted_length,
-            "tokens_per_step": found.tokens_per_step,
-            "num_spec_steps": found.num_spec_steps,
-            "num_draft_tokens": found.num_draft_tokens,
-            "num_accepted_draft_tokens": found.num_accepted_draft_tokens,
+            "mean_accepted_length": statistics.mean_accepted_length,
+            "tokens_per_step": statistics.tokens_per_step,
+            "num_spec_steps": statistics.num_spec_steps,
+            "num_draft_tokens": statistics.num_draft_tokens,
+            "num_accepted_draft_tokens": statistics.num_accepted_draft_tokens,
         }
         if wall_seconds is None:
-            return {"accept_rate": found.draft_acceptance_rate, "wasted_ratio": found.wasted_ratio, **counts}
+            return {"accept_rate": statistics.draft_acceptance_rate, "wasted_ratio": statistics.wasted_ratio, **counts}
         check_seconds(wall_seconds)
-        written = found.num_accepted_draft_tokens + found.num_spec_steps if output_tokens is None else output_tokens
-        report = report_acceptance(found.num_draft_tokens, found.num_accepted_draft_tokens, wall_seconds)
-        return {**report, "effective_tps_with_bonus": written / wall_seconds, **counts}
+        written = (
+            statistics.num_accepted_draft_tokens + statistics.num_spec_steps if output_tokens is None else output_tokens
+        )
+        report = report_acceptance(statistics.num_draft_tokens, statistics.num_accepted_draft_tokens, wall_seconds)
+        return {**report, "effective_tps_with_bonus": output_tokens / wall_seconds, **counts}

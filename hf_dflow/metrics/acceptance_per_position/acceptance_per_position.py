@@ -31,9 +31,9 @@ class AcceptancePerPosition(evaluate.Metric):
         )
 
     def _compute(self, accepted, drafted):
-        found = statistics_of(accepted, drafted)
+        statistics = statistics_of(accepted, drafted)
         return {
-            "acceptance_rate_per_position": found.acceptance_rate_per_position,
-            "conditional_acceptance_rate_per_position": found.conditional_acceptance_rate_per_position,
-            "acceptance_histogram": found.acceptance_histogram,
+            "acceptance_rate_per_position": statistics.acceptance_rate_per_position,
+            "conditional_acceptance_rate_per_position": statistics.conditional_acceptance_rate_per_position,
+            "acceptance_histogram": statistics.acceptance_histogram,
         }

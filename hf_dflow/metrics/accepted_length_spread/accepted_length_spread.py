@@ -36,8 +36,8 @@ class AcceptedLengthSpread(evaluate.Metric):
         steps = list(zip(accepted, drafted, tasks, strict=True))
         groups = {}
         for task in dict.fromkeys(tasks):
-            mine = [(kept, tried) for kept, tried, name in steps if name == task]
-            groups[task] = statistics_of(*map(list, zip(*mine, strict=True)))
+            of_task = [(kept, tried) for kept, tried, name in steps if name == task]
+            groups[task] = statistics_of(*map(list, zip(*of_task, strict=True)))
         means = {task: group.mean_accepted_length for task, group in groups.items()}
         return {
             "accepted_length_std": statistics_of(accepted, drafted).accepted_length_std,
