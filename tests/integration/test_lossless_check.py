@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kit import OracleDrafter, PatternDrafter, assert_not_vacuous, plain_greedy, prompt_of, scripted, tiny_target
+from transformers import Cache
 
 from hf_dflow.bench.lossless import FAULT, IDENTICAL, NEAR_TIE, compare_with_plain
-from hf_dflow.generation import _compat
 from hf_dflow.generation.step import Emission
 
 NEW_TOKENS, MARGIN = 40, 0.1
@@ -17,6 +17,12 @@ PATTERN = [7, 2, 0, 3, 5, 1]
 def _pair(dtype=torch.float64, **overrides):
     target, prompt = tiny_target("llama", dtype=dtype, **overrides), prompt_of(9)
     return target, scripted(PatternDrafter, target, prompt, NEW_TOKENS, pattern=PATTERN), prompt
+
+
+def leave_a_row(monkeypatch):
+    """Crops that take one rejected row less out of the cache."""
+    honest = Cache.crop
+    monkeypatch.setattr(Cache, "crop", lambda cache, length: honest(cache, length + 1) if length < -1 else None)
 
 
 def test_float64_is_identical():
@@ -45,8 +51,7 @@ def test_processors_and_padding_are_taken_into_account():
 def test_a_broken_rollback_is_a_fault(monkeypatch):
     """Catches a comparer that excuses a state bug: here one rejected row stays in the target's cache."""
     target, drafter, prompt = _pair()
-    whole_crop = _compat.crop
-    monkeypatch.setattr(_compat, "crop", lambda cache, rows: whole_crop(cache, max(0, rows - 1)))
+    leave_a_row(monkeypatch)
     report = compare_with_plain(target, drafter, prompt, NEW_TOKENS, margin=MARGIN)
     assert not report.identical and report.verdict == FAULT
     assert report.gap > MARGIN and report.gap >= report.margin > 0
@@ -96,8 +101,7 @@ def test_bfloat16_differs_at_near_ties_only(seed):
 def test_near_tie_is_told_from_fault_by_the_gap(monkeypatch):
     """Catches a verdict that ignores the bound: the same difference is a near tie under a generous one."""
     target, drafter, prompt = _pair()
-    whole_crop = _compat.crop
-    monkeypatch.setattr(_compat, "crop", lambda cache, rows: whole_crop(cache, max(0, rows - 1)))
+    leave_a_row(monkeypatch)
     fault = compare_with_plain(target, drafter, prompt, NEW_TOKENS, margin=MARGIN)
     assert compare_with_plain(target, drafter, prompt, NEW_TOKENS, margin=fault.gap + 1e-9).verdict == NEAR_TIE
 

@@ -48,8 +48,7 @@ class Acceptance(evaluate.Metric):
         if wall_seconds is None:
             return {"accept_rate": statistics.draft_acceptance_rate, "wasted_ratio": statistics.wasted_ratio, **counts}
         check_seconds(wall_seconds)
-        written = (
-            statistics.num_accepted_draft_tokens + statistics.num_spec_steps if output_tokens is None else output_tokens
-        )
+        if output_tokens is None:
+            output_tokens = statistics.num_accepted_draft_tokens + statistics.num_spec_steps
         report = report_acceptance(statistics.num_draft_tokens, statistics.num_accepted_draft_tokens, wall_seconds)
         return {**report, "effective_tps_with_bonus": output_tokens / wall_seconds, **counts}
