@@ -3,15 +3,12 @@
 `dflash_generate` of dflash 0.1.0 runs on CPU with transformers 5.17 and 5.24.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from hf_dflow import DFlowDrafter, DFlowDrafterConfig
 
 VOCAB_SIZE, HIDDEN_SIZE, BLOCK_SIZE, MASK_TOKEN_ID, WINDOW = 64, 32, 4, 63, 8
 TARGET_LAYER_IDS, NUM_TARGET_LAYERS = [0, 2], 4
@@ -48,35 +45,6 @@ VARIANTS = {
     "scales, flat": {"nested": False, "draft_config": SCALES},
     "yarn, flat": {"nested": False, "rope_parameters": YARN},
     "two layers, flat": {"nested": False, "num_hidden_layers": 2},
-}
-
-# What is changed in a "mixed" checkpoint's config.json (None: removed) and the word that the error must contain.
-BROKEN_CONFIGS = {
-    **{key: ({key: None}, key) for key in SIZES if key not in ("rope_parameters", "rms_norm_eps")},
-    "num_hidden_layers": ({"num_hidden_layers": None}, "num_hidden_layers"),
-    **{f"nested {key}": ({"dflash_config": {key: None}}, key) for key in DRAFT_CONFIG},
-    **{f"flat {key}": ({key: None}, key) for key in DRAFT_CONFIG},
-    "rope base": ({"rope_parameters": None}, "rope_theta"),
-    "rope base in dict": ({"rope_parameters": {"rope_type": "default"}}, "rope_theta"),
-    "layer_types": ({"layer_types": None}, "layer_types"),
-    "sliding_window": ({"sliding_window": None}, "sliding_window"),
-    "use_sliding_window": ({"use_sliding_window": None}, "use_sliding_window"),
-    "mask past vocabulary": ({"dflash_config": {"mask_token_id": VOCAB_SIZE}}, "mask_token_id"),
-    "mask negative": ({"dflash_config": {"mask_token_id": -1}}, "mask_token_id"),
-    "block size as text": ({"dflash_config": {"block_size": "4"}}, "block_size"),
-    "layer ids as number": ({"dflash_config": {"target_layer_ids": 2}}, "target_layer_ids"),
-    "softcap as text": ({"dflash_config": {"final_logit_softcapping": "on"}}, "final_logit_softcapping"),
-    "two block sizes": ({"block_size": 8}, "block_size"),
-    "layer type": ({"layer_types": ["sliding_attention", "full_attention", "linear_attention"]}, "linear_attention"),
-    "layer id": ({"num_target_layers": 2}, "target_layer_ids"),
-    "is_causal as text": ({"is_causal": "no"}, "is_causal"),
-    "other server's causal": ({"dflash_config": {"causal": False}}, "causal"),
-    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size"),
-    "DFlash2 keys": ({"dflash_config": {"conv_kernel_size": 2, "selector_rank": 8}}, "conv_kernel_size"),
-    "other projector": ({"dflash_config": {"projector_type": "domino"}}, "projector_type"),
-    "unknown top-level key": ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
-    "other base": ({"model_type": "llama"}, "llama"),
-    "plain language model": ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM"),
 }
 
 
@@ -124,12 +92,6 @@ def make_dflash_folder(
     return model
 
 
-def make_own_folder(path) -> None:
-    """Write a random one-layer drafter with a relay in this package's own format to `path`."""
-    sizes = {**SIZES, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    DFlowDrafter(DFlowDrafterConfig(**sizes, **DRAFT_CONFIG)).save_pretrained(path)
-
-
 def make_dflash2_folder(path, *, draft_config: dict | None = None, **config):
     """The same with a `DFlash2DraftModel`, its codebooks named as published files name them."""
     draft_config = {**DFLASH2, **(draft_config or {})}
@@ -138,15 +100,6 @@ def make_dflash2_folder(path, *, draft_config: dict | None = None, **config):
     weights = {name.replace("codebook.weight", "codebook"): value for name, value in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
     return model
-
-
-def edit_config(path, **changes) -> None:
-    """Change keys of `path`'s config.json; `dflash_config` is merged, `None` removes a key."""
-    file = Path(path) / "config.json"
-    raw = json.loads(file.read_text())
-    nested = {**raw.get("dflash_config", {}), **changes.pop("dflash_config", {})}
-    raw = {**raw, **changes, "dflash_config": {key: value for key, value in nested.items() if value is not None}}
-    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
 def features_of(length: int, seed: int = 0) -> torch.Tensor:
