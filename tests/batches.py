@@ -51,7 +51,7 @@ def generate(rows, drafter, new_tokens: int, *, family: str = "llama", width: in
     return target_of(family).generate(ids, attention_mask=mask, assistant_model=drafter, **arguments)
 
 
-def said(row: int, new_tokens: int, eos=(), family: str = "llama") -> list[int]:
+def plain_ids(row: int, new_tokens: int, eos=(), family: str = "llama") -> list[int]:
     """The new tokens of `text`, as far as the first of `eos`."""
     tokens = text(row, new_tokens, family)[0, LENGTHS[row] :].tolist()
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos), new_tokens)

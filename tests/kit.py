@@ -41,7 +41,7 @@ VOCAB_SIZE = 64
 HIDDEN_SIZE = 32
 MASK_TOKEN_ID = VOCAB_SIZE - 1
 WINDOW = 8  # of the sliding families: shorter than every test's context
-WIDE = 0.3  # standard deviation of weights: with the usual 0.02 a tiny model repeats one token for ever
+WEIGHT_STD = 0.3  # standard deviation of weights: with the usual 0.02 a tiny model repeats one token for ever
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma", "gemma_sliding", "mistral_sliding")
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -49,7 +49,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 def _target_config(family: str, **overrides):
     common = {
         "vocab_size": VOCAB_SIZE,
-        "initializer_range": WIDE,
+        "initializer_range": WEIGHT_STD,
         "pad_token_id": 0,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -69,7 +69,7 @@ def _target_config(family: str, **overrides):
     if family == "llama":
         return LlamaConfig(**{**modern, **overrides})
     if family == "qwen3":
-        return Qwen3Config(**{**modern, "tie_word_embeddings": True, "initializer_range": 2 * WIDE, **overrides})
+        return Qwen3Config(**{**modern, "tie_word_embeddings": True, "initializer_range": 2 * WEIGHT_STD, **overrides})
     if family == "gpt2":
         gpt2 = {"n_embd": HIDDEN_SIZE, "n_layer": 3, "n_head": 4, "n_positions": 256, "tie_word_embeddings": False}
         return GPT2Config(**{**common, **gpt2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **overrides})
@@ -158,7 +158,7 @@ def tiny_drafter(
         "mask_token_id": MASK_TOKEN_ID,
         "target_layer_ids": [0, text_config.num_hidden_layers - 2],
         "num_target_layers": text_config.num_hidden_layers,
-        "initializer_range": WIDE,
+        "initializer_range": WEIGHT_STD,
         "use_relay": relay is not None,
     }
     with torch.random.fork_rng():
@@ -167,8 +167,8 @@ def tiny_drafter(
         drafter = drafter_class._from_config(config, attn_implementation="eager")
         if relay == "random":
             with torch.no_grad():
-                drafter.relay.down_proj.weight.normal_(0.0, WIDE)
-                drafter.relay.down_proj.bias.normal_(0.0, WIDE)
+                drafter.relay.down_proj.weight.normal_(0.0, WEIGHT_STD)
+                drafter.relay.down_proj.bias.normal_(0.0, WEIGHT_STD)
     return drafter.to(dtype or target.dtype).eval().requires_grad_(False)
 
 

@@ -73,9 +73,9 @@ class ScriptedDrafter(DFlowDrafter):
         raise NotImplementedError
 
     def _say(self, logits: torch.Tensor, token: int) -> torch.Tensor:
-        said = torch.tanh(logits)  # a law with weight on every token
-        said[token] = 4.0
-        return said
+        law = torch.tanh(logits)  # a law with weight on every token
+        law[token] = 4.0
+        return law
 
     def _wrong(self, right: int) -> int:
         return (right + 1) % self.config.mask_token_id

@@ -38,7 +38,7 @@ def generate_all() -> dict[str, dict[str, list]]:
     """Tokens and the exact bits of the scores for every mode."""
     target, assistant = tiny_llama(0), tiny_llama(1)
     prompt = torch.randint(1, 64, (1, 9), generator=torch.Generator().manual_seed(2))
-    found = {}
+    generated = {}
     for name, options in MODES.items():
         set_seed(7)
         if name.startswith("assisted"):
@@ -53,8 +53,8 @@ def generate_all() -> dict[str, dict[str, list]]:
             **options,
         )
         scores = torch.stack(out.scores).contiguous().view(torch.int32)
-        found[name] = {"tokens": out.sequences.tolist(), "scores": [int(scores.sum()), int(scores[::2].sum())]}
-    return found
+        generated[name] = {"tokens": out.sequences.tolist(), "scores": [int(scores.sum()), int(scores[::2].sum())]}
+    return generated
 
 
 if __name__ == "__main__":

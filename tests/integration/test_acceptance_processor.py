@@ -146,20 +146,20 @@ def test_observe_is_told_each_step_and_forgets_with_the_call(three_tokens):
 def test_feedback_holds_the_rejected_rows_logits(target):
     """Bug: logits in the feedback that belong to other rows than its states: a calibration would learn noise."""
     prompt = kit.prompt_of(7)
-    seen = []
+    recorded = []
 
     class Watches(AcceptanceProcessor):
         def adjust_draft_logits(self, draft_logits, feedback):
-            seen.append(["draft", feedback])
+            recorded.append(["draft", feedback])
             return draft_logits
 
         def observe(self, draft, verification):
-            seen.append(["verified", draft, verification])
+            recorded.append(["verified", draft, verification])
 
     drafter = kit.scripted(kit.PatternDrafter, target, prompt, 30, block_size=4, pattern=[1, 0, 3, 2])
     kit.decode(target, drafter, prompt, 30, acceptance_processors=[Watches()])
     checked, lengths = 0, []
-    for (_, draft, verification), after in zip(seen[2::2], seen[3::2], strict=False):
+    for (_, draft, verification), after in zip(recorded[2::2], recorded[3::2], strict=False):
         accepted, feedback = int(verification.accepted_length), after[1]
         assert int(feedback.accepted_length) == accepted
         if draft.token_ids.shape[1]:

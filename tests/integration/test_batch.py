@@ -5,7 +5,7 @@ import itertools
 import kit
 import pytest
 import torch
-from batches import LENGTHS, following, generate, new_tokens_of, padded, prompt, said, target_of
+from batches import LENGTHS, following, generate, new_tokens_of, padded, plain_ids, prompt, target_of
 
 from hf_dflow import DFlowDrafter
 
@@ -23,7 +23,7 @@ def turned(pattern: list[int], row: int) -> list[int]:
 
 def assert_rows_are_alone(output, rows, new_tokens=NEW_TOKENS):
     for i, row in enumerate(rows):
-        assert new_tokens_of(output, i, rows) == said(row, new_tokens), i
+        assert new_tokens_of(output, i, rows) == plain_ids(row, new_tokens), i
 
 
 @pytest.mark.parametrize("batch_size", ROWS)
@@ -50,12 +50,12 @@ def test_rows_say_what_they_say_alone(batch_size, drafter_class):
 
 def test_pad_token_that_is_the_end_of_text():
     """B1: padding recognised by its id, which an ordinary token may have."""
-    rows, eos = [1, 3, 0], said(1, NEW_TOKENS)[9]
+    rows, eos = [1, 3, 0], plain_ids(1, NEW_TOKENS)[9]
     drafter = following(kit.PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN, offset=2)
     output = generate(rows, drafter, NEW_TOKENS, eos_token_id=eos, pad_token_id=eos)
-    longest = max(len(said(row, NEW_TOKENS, [eos])) for row in rows)
+    longest = max(len(plain_ids(row, NEW_TOKENS, [eos])) for row in rows)
     for i, row in enumerate(rows):
-        expected = said(row, NEW_TOKENS, [eos])
+        expected = plain_ids(row, NEW_TOKENS, [eos])
         assert new_tokens_of(output, i, rows) == expected + [eos] * (longest - len(expected))
     kit.assert_not_vacuous(output.statistics)
 
@@ -79,7 +79,7 @@ def test_neighbours_do_not_matter(batch_size):
     rows = list(range(batch_size))
     kept = 1  # a row in the middle of what follows
     alone = generate([kept], following(kit.NudgedDrafter, [kept], NEW_TOKENS), NEW_TOKENS)
-    expected = (said(kept, NEW_TOKENS), alone.statistics.per_step_accepted)
+    expected = (plain_ids(kept, NEW_TOKENS), alone.statistics.per_step_accepted)
     kit.assert_not_vacuous(alone.statistics)
     permuted = [*rows[2:], kept, rows[0]]
     replaced = [(row + 5) % 8 if row != kept else row for row in rows]
@@ -87,8 +87,8 @@ def test_neighbours_do_not_matter(batch_size):
     for batch in (rows, permuted, replaced, duplicated):
         output = generate(batch, following(kit.NudgedDrafter, batch, NEW_TOKENS), NEW_TOKENS)
         for i in (j for j, row in enumerate(batch) if row == kept):
-            found = (new_tokens_of(output, i, batch), output.statistics.per_row[i].per_step_accepted)
-            assert found == expected, batch
+            actual = (new_tokens_of(output, i, batch), output.statistics.per_row[i].per_step_accepted)
+            assert actual == expected, batch
 
 
 class RecordedDrafter(kit.PatternDrafter):
@@ -121,21 +121,23 @@ def test_draft_logits_do_not_depend_on_neighbours():
 @pytest.fixture
 def forwards():
     """Keyword arguments of the target's forwards."""
-    seen = []
-    handle = target_of().register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    yield seen
+    calls = []
+    handle = target_of().register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    yield calls
     handle.remove()
 
 
 def test_a_finished_row_leaves_the_batch(forwards):
     """B4: rows that end early go on costing a share of every forward, or go on being counted."""
     rows = [1, 0, 3]
-    eos = next(token for token in said(1, NEW_TOKENS)[2:] if token not in said(0, NEW_TOKENS))
+    eos = next(token for token in plain_ids(1, NEW_TOKENS)[2:] if token not in plain_ids(0, NEW_TOKENS))
     drafter = following(kit.PatternDrafter, rows, NEW_TOKENS, pattern=[2, 0, 1])
     forwards.clear()
     statistics = generate(rows, drafter, NEW_TOKENS, eos_token_id=eos, pad_token_id=0).statistics
     batch_sizes = [kwargs["input_ids"].shape[0] for kwargs in forwards]
-    assert [row.num_output_tokens for row in statistics.per_row] == [len(said(row, NEW_TOKENS, [eos])) for row in rows]
+    assert [row.num_output_tokens for row in statistics.per_row] == [
+        len(plain_ids(row, NEW_TOKENS, [eos])) for row in rows
+    ]
     assert batch_sizes[0] == 3 > batch_sizes[-1]
     assert sum(batch_sizes) == sum(row.num_target_forwards for row in statistics.per_row)
     assert statistics.num_target_forwards == len(batch_sizes)
@@ -146,10 +148,10 @@ def test_a_finished_row_leaves_the_batch(forwards):
 def test_rows_stay_themselves_when_a_neighbour_leaves():
     """B4: states, context or feedback of the row that left handed to one that stays."""
     rows = [1, 0, 3]
-    eos = [next(token for token in said(1, NEW_TOKENS)[3:] if token not in said(0, NEW_TOKENS))]
+    eos = [next(token for token in plain_ids(1, NEW_TOKENS)[3:] if token not in plain_ids(0, NEW_TOKENS))]
     options = {"eos_token_id": eos, "pad_token_id": 0}
     output = generate(rows, following(kit.NudgedDrafter, rows, NEW_TOKENS), NEW_TOKENS, **options)
-    assert len(said(1, NEW_TOKENS, eos)) < NEW_TOKENS
+    assert len(plain_ids(1, NEW_TOKENS, eos)) < NEW_TOKENS
     kit.assert_not_vacuous(output.statistics)
     for i, row in enumerate(rows):
         alone = generate([row], following(kit.NudgedDrafter, [row], NEW_TOKENS), NEW_TOKENS, **options)
@@ -164,9 +166,9 @@ def three_endings() -> tuple[list[int], list[int]]:
     With the pattern 4, 2, 0 the first block's drafts are tokens 1 to 4 and its bonus is token 5.
     """
     for rows in itertools.permutations(range(8), 3):
-        first, second, _ = (said(row, NEW_TOKENS) for row in rows)
+        first, second, _ = (plain_ids(row, NEW_TOKENS) for row in rows)
         for eos in itertools.product(first[1:4], second[5:6]):
-            lengths = [len(said(row, NEW_TOKENS, eos)) for row in rows]
+            lengths = [len(plain_ids(row, NEW_TOKENS, eos)) for row in rows]
             if lengths[0] in (2, 3, 4) and lengths[1:] == [6, NEW_TOKENS] and 0 not in eos:
                 return list(rows), list(eos)
     raise ValueError("no such rows")
@@ -177,13 +179,13 @@ def test_ends_in_the_middle_at_the_bonus_and_never(kind):
     """B4: an EOS overwritten by padding, text behind it, or rows that go on until the last one ends."""
     rows, eos = three_endings()
     if kind != "list":
-        eos = [next(t for t in range(1, 63) if all(t not in said(row, NEW_TOKENS) for row in rows)), *eos]
+        eos = [next(t for t in range(1, 63) if all(t not in plain_ids(row, NEW_TOKENS) for row in rows)), *eos]
     drafter = following(kit.PatternDrafter, rows, NEW_TOKENS, pattern=[4, 2, 0])
     output = generate(rows, drafter, NEW_TOKENS, eos_token_id=eos, pad_token_id=0)
     for i, row in enumerate(rows):
-        expected = said(row, NEW_TOKENS, eos)
+        expected = plain_ids(row, NEW_TOKENS, eos)
         assert new_tokens_of(output, i, rows) == expected + [0] * (NEW_TOKENS - len(expected))
-    lengths = [len(said(row, NEW_TOKENS, eos)) for row in rows]
+    lengths = [len(plain_ids(row, NEW_TOKENS, eos)) for row in rows]
     assert [row.num_output_tokens for row in output.statistics.per_row] == lengths
     assert [row.per_step_accepted[0] for row in output.statistics.per_row] == [lengths[0] - 1, 4, 4]
     kit.assert_not_vacuous(output.statistics.per_row[2])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import following, padded, prompt, said, target_of
+from batches import following, padded, plain_ids, prompt, target_of
 from kit import (
     HIDDEN_SIZE,
     HostileDrafter,
@@ -234,7 +234,7 @@ def test_rows_of_a_call_are_those_alone():
     for place, row in enumerate(ROWS):
         contestant = Contestant("dflash", pattern_drafter([row]), False)
         single = decode(target_of(), inputs_of(prompt(row)), contestant, GREEDY, LONG)
-        assert runs[place].new_tokens == plain[place].new_tokens == single.new_tokens == said(row, LONG)
+        assert runs[place].new_tokens == plain[place].new_tokens == single.new_tokens == plain_ids(row, LONG)
         assert runs[place].statistics.per_step_accepted == single.statistics.per_step_accepted
         assert_not_vacuous(runs[place].statistics)
         assert runs[place].target_forwards < 2 * single.target_forwards
@@ -244,12 +244,12 @@ def test_rows_of_a_call_are_those_alone():
 
 def test_a_row_ends_at_its_own_eos(monkeypatch):
     """Bug: the padding behind a row that ended early passes for its text, and for throughput."""
-    eos = said(0, LONG)[4]
+    eos = plain_ids(0, LONG)[4]
     target = target_of()
     ids, mask = padded([prompt(row) for row in ROWS])
     monkeypatch.setattr(target.generation_config, "eos_token_id", eos)
     runs = decode_rows(target, {"input_ids": ids, "attention_mask": mask}, Contestant("plain"), GREEDY, LONG)
-    assert [run.new_tokens for run in runs] == [said(row, LONG, eos=(eos,)) for row in ROWS]
+    assert [run.new_tokens for run in runs] == [plain_ids(row, LONG, eos=(eos,)) for row in ROWS]
     assert len(runs[0].new_tokens) <= 5 and runs[0].call_tokens == sum(len(run.new_tokens) for run in runs)
 
 

@@ -8,7 +8,7 @@ import copy
 import kit
 import pytest
 import torch
-from batches import LENGTHS, following, generate, new_tokens_of, padded, prompt, said, target_of, text
+from batches import LENGTHS, following, generate, new_tokens_of, padded, plain_ids, prompt, target_of, text
 from internals import STATIC_IS_CROPPABLE, is_croppable
 from transformers import DynamicCache, StoppingCriteriaList
 
@@ -107,8 +107,8 @@ def test_cache_that_holds_half_the_prompt(family, caplog):
 def test_callers_cache_holds_committed_tokens_only_after_an_exception(family):
     """Rejected or uncommitted drafts left in a cache that the caller resumes from."""
     target, ids = kit.shared_target(family), kit.prompt_of(12)
-    continuation = kit.plain_greedy(target, ids, 40)
-    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.OracleDrafter).follow(continuation, 12)
+    whole_text = kit.plain_greedy(target, ids, 40)
+    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.OracleDrafter).follow(whole_text, 12)
 
     def fails(input_ids, scores, **kwargs):
         if input_ids.shape[1] == 25:
@@ -120,8 +120,8 @@ def test_callers_cache_holds_committed_tokens_only_after_an_exception(family):
         kit.dflow_greedy(target, drafter, ids, max_new_tokens=30, stopping_criteria=criteria, **{kit.CACHE: cache})
     held = cache.get_seq_length()
     assert 12 <= held < 25
-    again = kit.plain_greedy(target, continuation[:, : held + 1], 8, **{kit.CACHE: cache})
-    assert torch.equal(again, continuation[:, : held + 9])
+    again = kit.plain_greedy(target, whole_text[:, : held + 1], 8, **{kit.CACHE: cache})
+    assert torch.equal(again, whole_text[:, : held + 9])
 
 
 # -- prompts in chunks (C5)
@@ -152,7 +152,7 @@ def test_padded_batch_in_chunks():
         for options in ({}, {"prefill_chunk_size": 5})
     )
     for i, row in enumerate(rows):
-        assert new_tokens_of(chunked, i, rows) == said(row, NEW_TOKENS)
+        assert new_tokens_of(chunked, i, rows) == plain_ids(row, NEW_TOKENS)
         ours, other = chunked.statistics.per_row[i], whole.statistics.per_row[i]
         assert ours.per_step_accepted == other.per_step_accepted
     kit.assert_not_vacuous(chunked.statistics)

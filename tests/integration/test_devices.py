@@ -83,17 +83,17 @@ def target_on(device: str):
 
 def plain_texts(**options) -> list[tuple[torch.Tensor, int]]:
     """What plain decoding says to each prompt, longer than asked for, and how long the prompt is."""
-    found = []
+    actual = []
     for one in PROMPTS:
         text = target_on("cpu").generate(one, max_new_tokens=NEW_TOKENS + SLACK, do_sample=False, **options)
-        found.append((text, one.shape[1]))
-    return found
+        actual.append((text, one.shape[1]))
+    return actual
 
 
 usual_texts = cache(plain_texts)
 
 
-def said(target_device: str, drafter_device: str, fields: dict, make_options, rows: int, target=None, mask_at=None):
+def decoded(target_device: str, drafter_device: str, fields: dict, make_options, rows: int, target=None, mask_at=None):
     """The output of a call for the first prompts, which lie on the target's device."""
     target = target or target_on(target_device)
     options = make_options()
@@ -123,15 +123,15 @@ def said(target_device: str, drafter_device: str, fields: dict, make_options, ro
 def check(name: str, fields: dict, make_options, places: list[tuple[str, str]]) -> None:
     """The call on each of `places`, against the same on the CPU."""
     rows = 1 if ALONE in name else 3
-    expected = said("cpu", "cpu", fields, make_options, rows)
+    expected = decoded("cpu", "cpu", fields, make_options, rows)
     if "length" not in name:  # which may well verify single drafts
         assert_not_vacuous(expected.statistics)
     for place in places:
-        found = said(*place, fields, make_options, rows)
+        actual = decoded(*place, fields, make_options, rows)
         if "measured" in name or (IS_GPU and make_options().get("do_sample")):
             continue  # what is measured, and a GPU's random numbers, are its own
-        assert found.sequences.tolist() == expected.sequences.tolist()
-        assert found.statistics.per_step_accepted == expected.statistics.per_step_accepted
+        assert actual.sequences.tolist() == expected.sequences.tolist()
+        assert actual.statistics.per_step_accepted == expected.statistics.per_step_accepted
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -145,15 +145,15 @@ def test_a_drafter_on_two_devices(name):
     """C10: the same in what only some drafters have."""
     check(name, DRAFTERS[name], lambda: {"do_sample": True, "top_k": 0, "temperature": 4.0}, PLACES[:2])
     for place in PLACES[:2]:
-        said(*place, DRAFTERS[name], FEATURES["tree"], 1)
+        decoded(*place, DRAFTERS[name], FEATURES["tree"], 1)
 
 
 def test_a_single_sequence():
     """C10: what a batch does otherwise."""
-    expected = said("cpu", "cpu", {}, dict, 1)
+    expected = decoded("cpu", "cpu", {}, dict, 1)
     assert_not_vacuous(expected.statistics)
     for place in PLACES:
-        assert said(*place, {}, dict, 1).sequences.tolist() == expected.sequences.tolist()
+        assert decoded(*place, {}, dict, 1).sequences.tolist() == expected.sequences.tolist()
 
 
 def test_split_target():
@@ -167,24 +167,24 @@ def test_split_target():
     for name in filter(FEATURES.__contains__, SPLIT):
         if IS_GPU and FEATURES[name]().get("do_sample"):
             continue
-        expected = said("cpu", "cpu", {}, FEATURES[name], 1)
+        expected = decoded("cpu", "cpu", {}, FEATURES[name], 1)
         for drafter_device in (second, "cpu"):
-            found = said(DEVICE, drafter_device, {}, FEATURES[name], 1, target=target)
-            assert_not_vacuous(found.statistics)
-            assert found.sequences.tolist() == expected.sequences.tolist()
-    expected = said("cpu", "cpu", {}, dict, 3)
+            actual = decoded(DEVICE, drafter_device, {}, FEATURES[name], 1, target=target)
+            assert_not_vacuous(actual.statistics)
+            assert actual.sequences.tolist() == expected.sequences.tolist()
+    expected = decoded("cpu", "cpu", {}, dict, 3)
     # The target's own hooks bring together what is given on two devices.
     for ids_at, mask_at in ((first, first), (first, "cpu"), ("cpu", first)):
-        found = said(ids_at, second, {}, dict, 3, target=target, mask_at=mask_at)
-        assert_not_vacuous(found.statistics)
-        assert found.sequences.tolist() == expected.sequences.tolist()
+        actual = decoded(ids_at, second, {}, dict, 3, target=target, mask_at=mask_at)
+        assert_not_vacuous(actual.statistics)
+        assert actual.sequences.tolist() == expected.sequences.tolist()
 
 
 def test_offloaded_target():
     """C10: a weight that accelerate brings to the device for a call alone, beside a drafter there or not."""
-    expected = said("cpu", "cpu", {}, dict, 3)
+    expected = decoded("cpu", "cpu", {}, dict, 3)
     target = cpu_offload(tiny_target("llama", attention="sdpa"), execution_device=torch.device(DEVICE, 0))
     for drafter_device in (DEVICE, "cpu"):
-        found = said(DEVICE, drafter_device, {}, dict, 3, target=target)
-        assert_not_vacuous(found.statistics)
-        assert found.sequences.tolist() == expected.sequences.tolist()
+        actual = decoded(DEVICE, drafter_device, {}, dict, 3, target=target)
+        assert_not_vacuous(actual.statistics)
+        assert actual.sequences.tolist() == expected.sequences.tolist()

@@ -25,8 +25,8 @@ def words(row: int) -> list[int]:
 
 def end(row: int, least: int) -> int:
     """A token that row `row` says for the first time behind `least` others."""
-    said = words(row)
-    return next(token for i, token in enumerate(said) if i >= least and token not in said[:i])
+    new_ids = words(row)
+    return next(token for i, token in enumerate(new_ids) if i >= least and token not in new_ids[:i])
 
 
 class Counting(LogitsProcessor):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import PatternDrafter, dflow_greedy, prompt_of, scripted, shared_target, tiny_drafter, tiny_target
+from kit import PatternDrafter, decode, dflow_greedy, prompt_of, scripted, shared_target, tiny_drafter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -93,67 +93,30 @@ SETTINGS = {
     "no relay": {"do_sample": False, "use_relay": False},
     "mixture": {"do_sample": False, "stale_mixture": True},
 }
-OWN = ("verification", "use_relay", "stale_mixture")  # fields that the drafter's defaults set
+BATCHES = ("greedy", "block verification", "prefix processors", "no relay", "mixture")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_one_wait_in_a_step(waits, name):
-    """Catches a value read on the host (`.item()`, a mask index, a truth value) in a line of the loop."""
-    target, prompt = shared_target(), prompt_of(9)
-    drafter = tiny_drafter(target, 6)
-    options = dict(SETTINGS[name])
-    drafter.config.generation_defaults = {key: options.pop(key) for key in OWN if key in options}
+@pytest.mark.parametrize(("name", "rows"), [(name, 1) for name in SETTINGS] + [(name, 3) for name in BATCHES])
+def test_one_wait_in_a_step(waits, name, rows):
+    """A value read on the host (`.item()`, a mask index, a truth value) in a line of the loop; in a batch, a wait for
+    each row, and one for the rows' lengths, holes or ends."""
+    target = shared_target(attention="sdpa" if rows > 1 else "eager")
+    prompts = torch.cat([prompt_of(9, seed) for seed in range(rows)])
 
     def call(new_tokens):
-        return target.generate(
-            prompt,
-            assistant_model=drafter,
-            speculation_type="dflow",
-            max_new_tokens=new_tokens,
-            return_dict_in_generate=True,
-            **options,
-        ).statistics
+        torch.manual_seed(0)
+        return decode(target, tiny_drafter(target, 6), prompts, new_tokens, **SETTINGS[name]).statistics
 
-    torch.manual_seed(0)
     short, short_steps = _waits_and_steps(waits, lambda: call(6))
-    torch.manual_seed(0)
     long, long_steps = _waits_and_steps(waits, lambda: call(24))
     assert long_steps > short_steps + 10
     added = long - short
-    assert sum(added.values()) <= ALLOWED_PER_STEP * (long_steps - short_steps), added
-    assert sum(long.values()) > 0  # the one wait is seen, so the counter works
-
-
-@pytest.mark.parametrize("name", ["greedy", "block verification", "prefix processors", "no relay", "mixture"])
-def test_one_wait_in_a_step_of_a_batch(waits, name):
-    """Catches a wait for each row, and one for the rows' lengths, holes or ends."""
-    target = tiny_target(attention="sdpa")
-    drafter = tiny_drafter(target, 6)
-    options = dict(SETTINGS[name])
-    drafter.config.generation_defaults = {key: options.pop(key) for key in OWN if key in options}
-    prompts = torch.cat([prompt_of(9, seed) for seed in range(3)])
-
-    def call(new_tokens):
-        return target.generate(
-            prompts,
-            assistant_model=drafter,
-            speculation_type="dflow",
-            max_new_tokens=new_tokens,
-            return_dict_in_generate=True,
-            **options,
-        ).statistics
-
-    torch.manual_seed(0)
-    short, short_steps = _waits_and_steps(waits, lambda: call(6))
-    torch.manual_seed(0)
-    long, long_steps = _waits_and_steps(waits, lambda: call(24))
-    assert long_steps > short_steps + 10
-    added = long - short
+    # The one wait is seen, so the counter works.
     assert 0 < sum(added.values()) <= ALLOWED_PER_STEP * (long_steps - short_steps), added
 
 
 def test_accepted_lengths_and_results_change_nothing(waits):
-    """Catches a wait for each accepted draft, and statistics that ask the device once more."""
+    """A wait for each accepted draft, and statistics that ask the device once more."""
     target, prompt = shared_target(), prompt_of(9)
     drafter = scripted(PatternDrafter, target, prompt, 40, pattern=[5, 1, 0, 3])
     counts = set()
@@ -181,12 +144,8 @@ def test_the_counter_counts(waits):
     """Guards the tests above: judging rows one by one waits for each row, which must show."""
     target, prompt = shared_target(), prompt_of(9)
     drafter = scripted(PatternDrafter, target, prompt, 40, pattern=[5])
+    processors = LogitsProcessorList([Own()])
     by_place, forwards = _waits_and_steps(
-        waits,
-        lambda: (
-            dflow_greedy(
-                target, drafter, prompt, max_new_tokens=40, logits_processor=LogitsProcessorList([Own()])
-            ).statistics
-        ),
+        waits, lambda: decode(target, drafter, prompt, 40, logits_processor=processors).statistics
     )
     assert sum(by_place.values()) > 3 * forwards

@@ -111,15 +111,15 @@ def test_the_mixture_by_hand(monkeypatch):
     q, stale = (torch.randn(1, SLOTS, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2))
     q[..., 5] = -torch.inf  # a token that the drafter cannot say, which the verifier likes
     stale[..., 5] = 4.0
-    found = StaleMixture(0.3).adjust_draft_logits(q, feedback_with(stale, accepted=1)).softmax(-1)
+    actual = StaleMixture(0.3).adjust_draft_logits(q, feedback_with(stale, accepted=1)).softmax(-1)
     for slot in range(2):
         p = stale[0, slot].softmax(-1)
         best = max(range(5), key=lambda token: p[token])
         share = 0.3 * p[best]  # of the two likeliest, one cannot be said: the other has all of what is mixed in
         expected = (1 - share) * q[0, slot].softmax(-1)
         expected[best] += share
-        torch.testing.assert_close(found[0, slot], expected)
-    torch.testing.assert_close(found[0, 2], q[0, 2].softmax(-1))
+        torch.testing.assert_close(actual[0, slot], expected)
+    torch.testing.assert_close(actual[0, 2], q[0, 2].softmax(-1))
 
 
 def test_learned_weights_by_hand():
@@ -127,7 +127,7 @@ def test_learned_weights_by_hand():
     generator = torch.Generator().manual_seed(3)
     q, stale = (2 * torch.randn(1, SLOTS, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2))
     stale[0, 2] = 3 * q[0, 2]  # one slot where the likeliest tokens are the same
-    found = StaleMixture(coefficients=TRAITS_WEIGHED).adjust_draft_logits(q, feedback_with(stale)).softmax(-1)
+    actual = StaleMixture(coefficients=TRAITS_WEIGHED).adjust_draft_logits(q, feedback_with(stale)).softmax(-1)
     for slot in range(SLOTS):
         own, row = q[0, slot].softmax(-1), stale[0, slot].softmax(-1)
         best = int(row.argmax())
@@ -143,7 +143,7 @@ def test_learned_weights_by_hand():
         ]
         logit = sum(weight * trait for weight, trait in zip(TRAITS_WEIGHED, traits, strict=True))
         weight = min(0.9, 1 / (1 + math.exp(-logit)))
-        torch.testing.assert_close(found[0, slot], (1 - weight) * own + weight * row, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[0, slot], (1 - weight) * own + weight * row, rtol=1e-5, atol=1e-6)
     assert int(q[0, 0].argmax()) != int(stale[0, 0].argmax()), "and one where they are not"
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from batches import following, generate, new_tokens_of, said, target_of
+from batches import following, generate, new_tokens_of, plain_ids, target_of
 from internals import MONITOR_LOGGER
 from kit import ROOT, ScriptedDrafter, assert_not_vacuous
 
@@ -42,7 +42,7 @@ def decode(monitor, drafter, rows=(1,)):
     rows = list(rows)
     output = generate(rows, drafter, LONG, generation_config=config_of(monitor))
     for i, row in enumerate(rows):
-        assert new_tokens_of(output, i, rows) == said(row, LONG)
+        assert new_tokens_of(output, i, rows) == plain_ids(row, LONG)
     return output.statistics
 
 
@@ -112,7 +112,7 @@ def test_break_even_is_measured(monkeypatch):
         output = generate([1], drafter, LONG, generation_config=config_of(monitor), streamer=puts)
     finally:
         handle.remove()
-    assert new_tokens_of(output, 0, [1]) == said(1, LONG)
+    assert new_tokens_of(output, 0, [1]) == plain_ids(1, LONG)
     figures = monitor.route("code").figures()
     assert figures.break_even == 3.0  # 2 for the draft and 1 for the block, over 1
     assert figures.state == "drafting"  # 4 tokens a step

@@ -85,10 +85,10 @@ class Given:
 
 def test_text_about_an_image():
     """C10: an image that is forgotten, asked for in every block, or handed to the drafter."""
-    drafter, seen = drafter_for([0]), []
+    drafter, recorded = drafter_for([0]), []
     given = Given(drafter)
     tower = next(module for name, module in target().named_modules() if name.endswith("vision_tower"))
-    handle = tower.register_forward_pre_hook(lambda *_: seen.append(1))
+    handle = tower.register_forward_pre_hook(lambda *_: recorded.append(1))
     try:
         output = dflow_greedy(target(), drafter, PROMPTS[0], pixel_values=IMAGES[:1], max_new_tokens=NEW_TOKENS)
     finally:
@@ -96,20 +96,20 @@ def test_text_about_an_image():
     assert torch.equal(output.sequences, texts()[0][:, : WIDTH + NEW_TOKENS])
     assert not torch.equal(texts()[0], plain_greedy(target(), PROMPTS[0], NEW_TOKENS + 8, pixel_values=IMAGES[1:]))
     assert_not_vacuous(output.statistics)
-    assert len(seen) == 1 and given.tensors and all(one.ndim < 4 for one in given.tensors)
+    assert len(recorded) == 1 and given.tensors and all(one.ndim < 4 for one in given.tensors)
 
 
 def test_tapped_states_are_the_language_models():
     """C7: states of the vision tower, or layers counted from the first module of the whole model."""
     language_model = next(module for name, module in target().named_modules() if name.endswith("language_model"))
-    ids, seen = [0, 2, 3], {}
+    ids, recorded = [0, 2, 3], {}
     for i in ids[:2]:
         language_model.layers[i].register_forward_hook(
-            lambda module, args, out, i=i: seen.__setitem__(i, out[0] if isinstance(out, tuple) else out)
+            lambda module, args, out, i=i: recorded.__setitem__(i, out[0] if isinstance(out, tuple) else out)
         )
-    language_model.norm.register_forward_hook(lambda module, args, out: seen.__setitem__(3, out))
+    language_model.norm.register_forward_hook(lambda module, args, out: recorded.__setitem__(3, out))
     states = target()(PROMPTS[0], pixel_values=IMAGES[:1], output_hidden_states=True).hidden_states
-    assert torch.equal(capture_features(states, ids), torch.cat([seen[i] for i in ids], dim=-1))
+    assert torch.equal(capture_features(states, ids), torch.cat([recorded[i] for i in ids], dim=-1))
 
 
 def test_text_alone():

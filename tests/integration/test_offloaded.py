@@ -59,10 +59,10 @@ def test_a_correction_scores_through_the_head_alone():
     config = DFlowGenerationConfig(return_dict_in_generate=True, **options)
     for place in (lambda model: model, offload):
         outputs.append(place(target).generate(prompt, assistant_model=drafter, generation_config=config))
-    expected, found = outputs
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    assert found.statistics.per_step_accepted == expected.statistics.per_step_accepted
-    kit.assert_not_vacuous(found.statistics)
+    expected, actual = outputs
+    assert actual.sequences.tolist() == expected.sequences.tolist()
+    assert actual.statistics.per_step_accepted == expected.statistics.per_step_accepted
+    kit.assert_not_vacuous(actual.statistics)
 
 
 def test_raw_rows_are_the_matrix_own():

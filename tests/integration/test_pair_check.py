@@ -169,11 +169,11 @@ def test_the_check_command_compares_the_mode(flags, number, warnings, monkeypatc
     tokenizer = data_kit.chat_tokenizer(data_kit.THINKING)
     target = named_target(vocab_size=len(tokenizer))
     drafter = tiny_drafter(target, **RECORDED)
-    seen = []
+    recorded = []
 
     def load(*_, thinking=None, **__):
-        seen.append(pairs.Pair(target, drafter, tokenizer, "tiny", thinking))
-        return seen[-1]
+        recorded.append(pairs.Pair(target, drafter, tokenizer, "tiny", thinking))
+        return recorded[-1]
 
     monkeypatch.setattr(pairs, "load_pair", load)
     prompts = tmp_path / "prompts.json"
@@ -181,7 +181,7 @@ def test_the_check_command_compares_the_mode(flags, number, warnings, monkeypatc
     result = CliRunner().invoke(app, ["check", "--prompts", str(prompts), "--max-new-tokens", "4", *flags])
     assert result.exit_code == 0, result.output
     assert len(warnings) == number and all("'non-thinking', asked for is 'thinking'" in one for one in warnings)
-    asked = tokenizer.decode(seen[0].encode("What")["input_ids"][0])
+    asked = tokenizer.decode(recorded[0].encode("What")["input_ids"][0])
     assert ("<think>\n\n</think>" in asked) == (flags == ["--no-thinking"])
 
 

@@ -36,14 +36,16 @@ def test_layer_id_means_the_output_of_that_layer(family):
     base = getattr(target, target.base_model_prefix)
     layers = base.h if family == "gpt2" else base.layers
     ids = [0, len(layers) // 2, len(layers) - 1]
-    seen = {}
+    recorded = {}
     for i in ids:
         layers[i].register_forward_hook(
-            lambda module, args, output, i=i: seen.__setitem__(i, output[0] if isinstance(output, tuple) else output)
+            lambda module, args, output, i=i: recorded.__setitem__(
+                i, output[0] if isinstance(output, tuple) else output
+            )
         )
     out = target(prompt, output_hidden_states=True)
     norm = base.ln_f if family == "gpt2" else base.norm
-    expected = [seen[ids[0]], seen[ids[1]], norm(seen[ids[2]])]
+    expected = [recorded[ids[0]], recorded[ids[1]], norm(recorded[ids[2]])]
     documented = [out.hidden_states[i + 1] for i in ids]
     assert len(out.hidden_states) == len(layers) + 1
     captured = capture_features(out.hidden_states, ids).split(kit.HIDDEN_SIZE, dim=-1)

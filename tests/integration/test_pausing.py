@@ -3,7 +3,7 @@
 import kit
 import pytest
 import torch
-from batches import LENGTHS, following, generate, new_tokens_of, said, target_of, text
+from batches import LENGTHS, following, generate, new_tokens_of, plain_ids, target_of, text
 from internals import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, BackOff
 
 LONG = 200
@@ -13,7 +13,7 @@ def test_a_useless_drafter_is_asked_seldom(caplog):
     """H3: the price of a drafter that is never right paid for every token."""
     drafter = following(kit.HostileDrafter, [1], LONG, block_size=4)
     output = generate([1], drafter, LONG)
-    assert new_tokens_of(output, 0, [1]) == said(1, LONG)
+    assert new_tokens_of(output, 0, [1]) == plain_ids(1, LONG)
     statistics = output.statistics
     assert statistics.num_draft_forwards == len(drafter.anchor_positions) <= PATIENCE + 4 + LONG / LONGEST_PAUSE
     assert statistics.num_draft_forwards > PATIENCE  # it is not given up either
@@ -28,7 +28,7 @@ def test_a_drafter_that_turns_good_is_found_again(good_from):
     drafter = following(kit.TurnsGood, [1], LONG, block_size=4)
     drafter.good_from = good_from
     output = generate([1], drafter, LONG)
-    assert new_tokens_of(output, 0, [1]) == said(1, LONG)
+    assert new_tokens_of(output, 0, [1]) == plain_ids(1, LONG)
     asked_again = next(anchor for anchor in drafter.anchor_positions if anchor >= good_from)
     assert asked_again <= good_from + LONGEST_PAUSE + 1
     first = output.statistics.per_step_accepted.index(3)
@@ -50,7 +50,7 @@ def test_rows_back_off_by_themselves(caplog):
 
     rows = [1, 0, 3]
     output = generate(rows, following(Mixed, rows, 60, block_size=4), 60)
-    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, 60) for row in rows]
+    assert [new_tokens_of(output, i, rows) for i in range(3)] == [plain_ids(row, 60) for row in rows]
     bad, good, other = (row.per_step_accepted for row in output.statistics.per_row)
     assert set(good[:-1]) == {3} and bad == other == [0] * len(bad) and len(bad) < 45
     assert len(kit.our_warnings(caplog)) == 1
@@ -71,7 +71,7 @@ def test_one_row_with_a_broken_drafter(caplog):
     """E4 in a batch: NaN of one row that reaches the others, is accepted, or is warned of at every step."""
     rows = [0, 1, 3]
     output = generate(rows, following(OverflowsLate, rows, 40, block_size=4), 40)
-    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, 40) for row in rows]
+    assert [new_tokens_of(output, i, rows) for i in range(3)] == [plain_ids(row, 40) for row in rows]
     (warning,) = kit.our_warnings(caplog)
     assert "non-finite" in warning
     first, broken, third = output.statistics.per_row
@@ -86,7 +86,7 @@ def test_one_row_beyond_the_drafters_positions(caplog):
     drafter = kit.tiny_drafter(target_of(), 4, drafter_class=kit.OracleDrafter, max_position_embeddings=limit)
     drafter.follow_rows([(text(row, 48), LENGTHS[row]) for row in rows])
     output = generate(rows, drafter, 40)
-    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, 40) for row in rows]
+    assert [new_tokens_of(output, i, rows) for i in range(3)] == [plain_ids(row, 40) for row in rows]
     counts = [row.num_accepted_draft_tokens for row in output.statistics.per_row]
     assert counts[0] > counts[1] > counts[2] > 0
     assert len(kit.our_warnings(caplog)) == 1

@@ -31,7 +31,7 @@ def following(drafter_class, target, text, prompt=PROMPT, **options):
 
 
 class Clairvoyant(AcceptanceProcessor):
-    """Drafts from the target's own law along its likeliest continuation: sampled drafts are then accepted as well."""
+    """Drafts from the target's own law along its likeliest plain_ids: sampled drafts are then accepted as well."""
 
     def __init__(self, target, prompt):
         self.target, self.prefix = target, prompt
@@ -234,8 +234,8 @@ def test_processors_judge_each_row_alone(name):
     expected = [alone(place, new_tokens, **make(place)).tolist()[WIDTH:] for place in range(3)]
     output = decode_three(drafter, new_tokens, **make(None))
     for place in range(3):
-        found = new_ids(output, place)
-        assert found == expected[place] + [0] * (len(found) - len(expected[place]))
+        actual = new_ids(output, place)
+        assert actual == expected[place] + [0] * (len(actual) - len(expected[place]))
     kit.assert_not_vacuous(output.statistics)
     assert expected != [alone(place, new_tokens).tolist()[WIDTH:] for place in range(3)]
 
@@ -313,13 +313,13 @@ class Digits:
         self.prompt_length, self.num_digits, self.asked = prompt_length, num_digits, []
 
     def __call__(self, batch_id, input_ids):
-        said = input_ids[self.prompt_length :].tolist()
-        self.asked.append(said)
-        if CLOSE in said:
-            assert said.index(CLOSE) == self.num_digits and len(said) == self.num_digits + 1, f"illegal prefix {said}"
+        ids = input_ids[self.prompt_length :].tolist()
+        self.asked.append(ids)
+        if CLOSE in ids:
+            assert ids.index(CLOSE) == self.num_digits and len(ids) == self.num_digits + 1, f"illegal prefix {ids}"
             return [END]
-        assert all(token in DIGITS for token in said) and len(said) <= self.num_digits, f"illegal prefix {said}"
-        return DIGITS if len(said) < self.num_digits else [CLOSE]
+        assert all(token in DIGITS for token in ids) and len(ids) <= self.num_digits, f"illegal prefix {ids}"
+        return DIGITS if len(ids) < self.num_digits else [CLOSE]
 
 
 class IllegalDrafter(kit.ScriptedDrafter):
@@ -339,9 +339,9 @@ def test_output_is_in_the_language_and_only_legal_prefixes_are_asked(drafter_cla
     torch.manual_seed(0)
     options = kit.SAMPLED if do_sample else {}
     out = kit.decode(target, drafter, PROMPT, 40, eos_token_id=END, prefix_allowed_tokens_fn=grammar, **options)
-    said = out.sequences[0, PROMPT.shape[1] :].tolist()
-    assert said[-2:] == [CLOSE, END] and len(said) == NUM_DIGITS + 2 and all(token in DIGITS for token in said[:-2])
-    assert grammar.asked == [said[:end] for end in range(len(said))]
+    ids = out.sequences[0, PROMPT.shape[1] :].tolist()
+    assert ids[-2:] == [CLOSE, END] and len(ids) == NUM_DIGITS + 2 and all(token in DIGITS for token in ids[:-2])
+    assert grammar.asked == [ids[:end] for end in range(len(ids))]
     assert out.statistics.num_draft_tokens > NUM_DIGITS
     if do_sample:
         return

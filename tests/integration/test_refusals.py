@@ -49,16 +49,24 @@ MOVED = {
 NOT_CUSTOM = ("synced_gpus", "quantized cache", "token healing", "streamed batch")
 
 
+DOORS = {
+    "seam": lambda drafter: {"assistant_model": drafter, "speculation_type": "dflow"},
+    "custom_generate": lambda drafter: {"custom_generate": DFlowDecoder(drafter)},
+}
+CASES = [("seam", name) for name in (*OPTIONS, *MOVED)]
+CASES += [("custom_generate", name) for name in OPTIONS if name not in NOT_CUSTOM]
+CASES += [("custom_generate", "contrastive search")]
+
+
 @pytest.fixture
 def counted():
-    """A target, a drafter without relay, and how often the target's inner model was called."""
-    target = kit.tiny_target()
-    calls = []
+    """A target, a drafter without relay, and the calls of the target's inner model."""
+    target, calls = kit.tiny_target(), []
     target.model.register_forward_pre_hook(lambda *_: calls.append("model"))
     return target, kit.tiny_drafter(target, 4, relay=None), calls
 
 
-def _arguments(options: dict) -> dict:
+def arguments_of(options: dict) -> dict:
     options = {"inputs": kit.prompt_of(6), "max_new_tokens": 4, **options}
     if isinstance(options.get("generation_config"), dict):
         options["generation_config"] = DFlowGenerationConfig(
@@ -67,127 +75,89 @@ def _arguments(options: dict) -> dict:
     return options
 
 
-def _assert_clear(error, calls, word):
-    message = str(error.value)
+def assert_refused(target, calls, word, error=UnsupportedGenerationError, **arguments) -> str:
+    """By name, in one line, and before anything is computed."""
+    with pytest.raises(error) as caught:
+        target.generate(**arguments)
+    message = str(caught.value)
     assert re.search(word, message) and "\n" not in message and len(message) < 400, message
     assert calls == []
+    return message
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(counted, name):
-    """Catches an option that silently decodes in another way, or is noticed after the prefill."""
-    target, drafter, calls = counted
-    options, word = OPTIONS[name]
-    with pytest.raises(UnsupportedGenerationError) as error:
-        target.generate(assistant_model=drafter, speculation_type="dflow", **_arguments(options))
-    _assert_clear(error, calls, word)
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_options_that_transformers_refuses(counted, name):
-    """Catches a seam that runs before transformers' own refusal and then lets the mode through."""
-    target, drafter, calls = counted
-    options, word = MOVED[name]
-    with pytest.raises(ValueError) as error:
-        target.generate(assistant_model=drafter, speculation_type="dflow", **_arguments(options))
-    _assert_clear(error, calls, word)
-
-
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in NOT_CUSTOM] + ["contrastive search"])
-def test_options_of_custom_generate(counted, name):
-    """Catches checks that live in the seam only: a decoder handed to `custom_generate` passes it by."""
+@pytest.mark.parametrize(("door", "name"), CASES)
+def test_options(counted, door, name):
+    """An option that silently decodes in another way, or is noticed after the prefill; checks that live in the seam
+    only, so that a decoder handed to `custom_generate` passes them by; a mode that transformers itself refuses, let
+    through by the seam."""
     target, drafter, calls = counted
     options, word = {**OPTIONS, **MOVED}[name]
-    word = "penalty_alpha" if name == "contrastive search" else word
-    with pytest.raises(UnsupportedGenerationError) as error:
-        target.generate(custom_generate=DFlowDecoder(drafter), **_arguments(options))
-    _assert_clear(error, calls, word)
+    error = ValueError if name in MOVED and door == "seam" else UnsupportedGenerationError
+    assert_refused(target, calls, word, error, **DOORS[door](drafter), **arguments_of(options))
 
 
-def test_the_same_call_without_the_option_decodes(counted):
-    """Catches a fixture under which everything is refused, which would make the tests above vacuous."""
+@pytest.mark.parametrize("door", DOORS)
+def test_the_same_call_without_the_option_decodes(counted, door):
+    """Guards the test above: a fixture under which everything is refused would make it vacuous."""
     target, drafter, calls = counted
-    target.generate(assistant_model=drafter, speculation_type="dflow", **_arguments({}))
-    assert calls
-    calls.clear()
-    target.generate(custom_generate=DFlowDecoder(drafter), **_arguments({"generation_config": {}}))
+    target.generate(**DOORS[door](drafter), **arguments_of({}))
     assert calls
 
 
 def test_embeddings_as_input(counted):
-    """Catches drafts anchored at tokens that nobody gave."""
+    """Drafts anchored at tokens that nobody gave."""
     target, drafter, calls = counted
     embeds = target.get_input_embeddings()(kit.prompt_of(6))
     for inputs in ({}, {"input_ids": kit.prompt_of(6)}):
-        with pytest.raises(UnsupportedGenerationError) as error:
-            target.generate(
-                **inputs, inputs_embeds=embeds, assistant_model=drafter, speculation_type="dflow", max_new_tokens=4
-            )
-        _assert_clear(error, calls, "inputs_embeds")
+        assert_refused(target, calls, "inputs_embeds", **inputs, inputs_embeds=embeds, **DOORS["seam"](drafter))
 
 
 def test_a_cache_that_cannot_be_cropped(counted):
-    """Catches a cache object of the caller's that never gives rejected rows back."""
+    """A cache object of the caller's that never gives rejected rows back."""
     target, drafter, calls = counted
     cache = Cache(layer_class_to_replicate=DynamicLayer)  # of a class that nobody knows
-    with pytest.raises(UnsupportedGenerationError) as error:
-        target.generate(
-            kit.prompt_of(6), past_key_values=cache, assistant_model=drafter, speculation_type="dflow", max_new_tokens=4
-        )
-    _assert_clear(error, calls, "uses Cache")
+    options = {"input_ids": kit.prompt_of(6), "past_key_values": cache}
+    assert_refused(target, calls, "uses Cache", **options, **DOORS["seam"](drafter))
 
 
 def test_missing_and_foreign_assistants(counted):
-    """Catches the flag without a drafter (plain decoding in disguise), and a drafter without the flag."""
+    """The flag without a drafter (plain decoding in disguise), and a drafter without the flag."""
     target, drafter, calls = counted
     foreign = {
         "needs a drafter": {"speculation_type": "dflow"},
-        "LlamaForCausalLM": {"speculation_type": "dflow", "assistant_model": kit.tiny_target(seed=1)},
+        "LlamaForCausalLM": {"speculation_type": "dflow", "assistant_model": kit.shared_target(seed=1)},
         'speculation_type="dflow"': {"assistant_model": drafter},
         '"dflash"': {"assistant_model": drafter, "speculation_type": "no such type"},
     }
     for word, arguments in foreign.items():
-        with pytest.raises(UnsupportedGenerationError) as error:
-            target.generate(kit.prompt_of(6), max_new_tokens=4, **arguments)
-        _assert_clear(error, calls, word)
+        assert_refused(target, calls, word, input_ids=kit.prompt_of(6), **arguments)
 
 
 def test_encoder_decoder():
-    """Catches a refusal that comes after the encoder has run."""
+    """A refusal that comes after the encoder has run."""
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=4, num_heads=4, decoder_start_token_id=0)
     target, calls = T5ForConditionalGeneration(config).eval(), []
     target.encoder.register_forward_pre_hook(lambda *_: calls.append("encoder"))
-    drafter = kit.tiny_drafter(kit.tiny_target(), 4)
-    with pytest.raises(UnsupportedGenerationError) as error:
-        target.generate(kit.prompt_of(6), assistant_model=drafter, speculation_type="dflow", max_new_tokens=4)
-    _assert_clear(error, calls, "T5ForConditionalGeneration")
+    arguments = DOORS["seam"](kit.shared_drafter())
+    assert_refused(target, calls, "T5ForConditionalGeneration", input_ids=kit.prompt_of(6), **arguments)
 
 
-@pytest.mark.parametrize("door", ["seam", "custom_generate"])
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     "made_for, has, wants",
     [
         ({"hidden_size": 40, "target_hidden_size": 40}, "32", "40"),
         ({"target_layer_ids": [0, 4], "num_target_layers": None}, "4 layers", "layer 4"),
         ({"num_target_layers": 6}, "4 layers", "6 layers"),
-        (
-            {"vocab_size": kit.VOCAB_SIZE + 8, "mask_token_id": kit.VOCAB_SIZE},
-            f"{kit.VOCAB_SIZE} embedding rows",
-            str(kit.VOCAB_SIZE),
-        ),
+        ({"vocab_size": 72, "mask_token_id": kit.VOCAB_SIZE}, "64 embedding rows", "64"),
     ],
 )
 def test_drafters_of_another_target(counted, door, made_for, has, wants):
-    """Catches a pair whose shapes clash in the middle of a block, or do not clash and only accept nothing."""
+    """A pair whose shapes clash in the middle of a block, or do not clash and only accept nothing."""
     target, _, calls = counted
-    drafter = kit.tiny_drafter(target, 4, relay=None, **made_for)
-    arguments = {"assistant_model": drafter, "speculation_type": "dflow"}
-    if door == "custom_generate":
-        arguments = {"custom_generate": DFlowDecoder(drafter)}
-    with pytest.raises(PairMismatchError) as error:
-        target.generate(kit.prompt_of(6), max_new_tokens=4, **arguments)
-    _assert_clear(error, calls, has)
-    assert wants in str(error.value)
+    arguments = DOORS[door](kit.tiny_drafter(target, 4, relay=None, **made_for))
+    message = assert_refused(target, calls, has, PairMismatchError, input_ids=kit.prompt_of(6), **arguments)
+    assert wants in message
 
 
 def test_states_that_are_not_one_vector_a_token_are_refused():

@@ -42,7 +42,7 @@ def sample(pair, rows, seeds=None, width=0, **options):
     return decode(*pair, ids, NEW_TOKENS, attention_mask=mask, **options)
 
 
-def said(output, row: int) -> list[int]:
+def sampled_ids(output, row: int) -> list[int]:
     return output.sequences[row, -NEW_TOKENS:].tolist()
 
 
@@ -54,11 +54,11 @@ def test_a_row_says_the_same_with_its_seed(pair, law):
     turned = sample(pair, ROWS[::-1], seeds[::-1], **LAWS[law])
     for row in ROWS:
         alone = sample(pair, [row], [seeds[row]], width=WIDTH, **LAWS[law])  # with its padding: processors may read it
-        expected = (said(alone, 0), alone.statistics.per_step_accepted)
-        for found, at in ((output, row), (turned, 2 - row)):
-            assert (said(found, at), found.statistics.per_row[at].per_step_accepted) == expected
+        expected = (sampled_ids(alone, 0), alone.statistics.per_step_accepted)
+        for actual, at in ((output, row), (turned, 2 - row)):
+            assert (sampled_ids(actual, at), actual.statistics.per_row[at].per_step_accepted) == expected
     assert_not_vacuous(output.statistics)
-    assert said(output, 0) != said(output, 2)
+    assert sampled_ids(output, 0) != sampled_ids(output, 2)
     if law == "adaptive":
         assert len({length for one in output.statistics.per_row for length in one.per_step_drafted[:-3]}) > 1
 
@@ -88,7 +88,7 @@ def test_blocks_of_any_length_with_and_without_processors(pair, block_size, temp
     assert 0 < output.statistics.draft_acceptance_rate < 1
     for row in ROWS:
         alone = sample(sized, [row], [row + 1], **options)
-        assert said(output, row) == said(alone, 0)
+        assert sampled_ids(output, row) == sampled_ids(alone, 0)
 
 
 def test_seeds_of_a_batch_follow_from_the_global_one(pair):
@@ -102,7 +102,7 @@ def test_seeds_of_a_batch_follow_from_the_global_one(pair):
     assert torch.equal(output.sequences, sample(pair, ROWS).sequences)
     assert not torch.equal(output.sequences, sample(pair, ROWS).sequences)
     set_seed(3)
-    assert said(sample(pair, [0]), 0) == said(output, 0)
+    assert sampled_ids(sample(pair, [0]), 0) == sampled_ids(output, 0)
 
 
 def test_return_sequences_are_rows_of_their_own(pair):
@@ -110,9 +110,9 @@ def test_return_sequences_are_rows_of_their_own(pair):
     seeds = list(range(9))
     output = sample(pair, ROWS, seeds, num_return_sequences=3)
     assert output.sequences.shape == (9, WIDTH + NEW_TOKENS) and len(output.statistics.per_row) == 9
-    assert len({tuple(said(output, row)) for row in range(9)}) == 9
+    assert len({tuple(sampled_ids(output, row)) for row in range(9)}) == 9
     for row, seed in enumerate(seeds):
-        assert said(output, row) == said(sample(pair, [row // 3], [seed]), 0)
+        assert sampled_ids(output, row) == sampled_ids(sample(pair, [row // 3], [seed]), 0)
 
 
 @pytest.mark.parametrize("seeds", [[1], [1, 2, 3, 4], [1, 2, -1], [1, 2, 3.0], 7])

@@ -44,7 +44,7 @@ def test_two_steps_with_the_relay(monkeypatch, target, drafter, rule):
 
     without = Loop(monkeypatch, target, drafter, verification=rule, use_relay=False)
     for accepted, (branch, draft_law) in drafts.items():
-        last = replace(branch, outcome=lambda found: found[0])
+        last = replace(branch, outcome=lambda actual: actual[0])
         difference = np.abs(draft_law - without.run([branch, last])[1].draft_law).max()
         assert difference == 0 if accepted == 2 else difference > 0.05  # else the relay was not active
 

@@ -7,7 +7,7 @@ import threading
 import kit
 import pytest
 import torch
-from batches import LENGTHS, following, generate, new_tokens_of, padded, prompt, said, target_of, text
+from batches import LENGTHS, following, generate, new_tokens_of, padded, plain_ids, prompt, target_of, text
 from internals import draft_cache_numbers, watch_draft_caches
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, set_seed
 
@@ -39,7 +39,7 @@ def batch_with(drafter, rows):
     """Accepted lengths of each row of a batch."""
     drafter.follow_rows([(text(row, BATCH_TOKENS + 8), LENGTHS[row]) for row in rows])
     output = generate(rows, drafter, BATCH_TOKENS)
-    assert [new_tokens_of(output, i, rows) for i in range(len(rows))] == [said(row, BATCH_TOKENS) for row in rows]
+    assert [new_tokens_of(output, i, rows) for i in range(len(rows))] == [plain_ids(row, BATCH_TOKENS) for row in rows]
     return [row.per_step_accepted for row in output.statistics.per_row]
 
 
@@ -190,7 +190,7 @@ def test_two_threads_decode_batches():
         assert torch.equal(together[i].sequences, alone[i].sequences)
         assert together[i].statistics == alone[i].statistics
         new = [new_tokens_of(together[i], j, rows) for j in range(len(rows))]
-        assert new == [said(row, BATCH_TOKENS) for row in rows]
+        assert new == [plain_ids(row, BATCH_TOKENS) for row in rows]
 
 
 # -- what the caller handed over

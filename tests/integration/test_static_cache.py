@@ -5,7 +5,7 @@ from functools import cache
 import kit
 import pytest
 import torch
-from batches import following, generate, new_tokens_of, said, target_of
+from batches import following, generate, new_tokens_of, plain_ids, target_of
 from internals import needs_croppable_static
 from transformers import CompileConfig, StaticCache
 
@@ -60,7 +60,7 @@ def test_static_cache_of_a_batch(caplog):
     rows = [0, 1, 3]
     drafter = following(kit.PatternDrafter, rows, 24, pattern=PATTERN, offset=2)
     output = generate(rows, drafter, 24, cache_implementation="static")
-    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, 24) for row in rows]
+    assert [new_tokens_of(output, i, rows) for i in range(3)] == [plain_ids(row, 24) for row in rows]
     assert getattr(output, kit.CACHE) is None
     assert any("row by row" in warning for warning in kit.our_warnings(caplog))
 
@@ -173,7 +173,7 @@ def test_what_a_compiled_target_gives_out_is_not_kept(monkeypatch):
             self.kept.append((verification.raw_logits, verification.scores, verification.features))
 
     target, drafters = setting(torch.float32)  # whose logits need no cast, which would copy them
-    graph, found = Graph(target), []
+    graph, actual = Graph(target), []
     monkeypatch.setattr(target, "get_compiled_call", lambda config: graph, raising=False)
     for options in ({"disable_compile": True}, {}):
         kept: list = []
@@ -181,11 +181,11 @@ def test_what_a_compiled_target_gives_out_is_not_kept(monkeypatch):
         options["acceptance_processors"] = [Keeps(kept)]
         output = kit.decode(target, drafters[kit.NudgedDrafter], PROMPT, NEW_TOKENS, **options)
         states = [output[name] for name in ("scores", "logits", "hidden_states", "attentions")]
-        found.append((output.sequences, output.statistics.per_step_accepted, states, kept))
+        actual.append((output.sequences, output.statistics.per_step_accepted, states, kept))
     assert len(graph.widths) > 4  # of the second call only
-    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
-    torch.testing.assert_close(found[1][2], found[0][2], atol=0, rtol=0)
-    torch.testing.assert_close(found[1][3], found[0][3], atol=0, rtol=0)
+    assert torch.equal(actual[0][0], actual[1][0]) and actual[0][1] == actual[1][1]
+    torch.testing.assert_close(actual[1][2], actual[0][2], atol=0, rtol=0)
+    torch.testing.assert_close(actual[1][3], actual[0][3], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_rows_of_a_batch_share_the_compiled_forward(monkeypatch):
     monkeypatch.setattr(target, "get_compiled_call", lambda config: made, raising=False)
     drafter = following(kit.PatternDrafter, rows, NEW_TOKENS, pattern=PATTERN)
     output = generate(rows, drafter, NEW_TOKENS, cache_implementation="static", compile_config=on_any_device())
-    assert [new_tokens_of(output, i, rows) for i in range(3)] == [said(row, NEW_TOKENS) for row in rows]
+    assert [new_tokens_of(output, i, rows) for i in range(3)] == [plain_ids(row, NEW_TOKENS) for row in rows]
     assert len(made.widths) == output.statistics.per_step_drafted.count(BLOCK_SIZE - 1) > 10
     kit.assert_not_vacuous(output.statistics)
 

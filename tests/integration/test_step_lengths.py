@@ -4,7 +4,7 @@ import internals
 import kit
 import pytest
 import torch
-from batches import following, generate, new_tokens_of, said
+from batches import following, generate, new_tokens_of, plain_ids
 from internals import LONGEST_PAUSE, TRIAL, measure_step_costs, step_costs
 from law import Loop, law_error, three_token_drafter
 
@@ -105,7 +105,7 @@ def test_a_hostile_drafter_costs_a_tenth_at_most():
     """Bug (H3): drafts of a sure and always wrong drafter verified again and again."""
     drafter = following(kit.HostileDrafter, [1], LONG)
     output = generate([1], drafter, LONG, generation_config=adaptive(LONG))
-    assert new_tokens_of(output, 0, [1]) == said(1, LONG)
+    assert new_tokens_of(output, 0, [1]) == plain_ids(1, LONG)
     assert TRIAL <= output.statistics.num_draft_forwards <= TRIAL + 8, "it pauses, for longer each time"
     assert seconds_of(output.statistics) <= 1.1 * 88.0 * LONG
 
@@ -115,7 +115,7 @@ def test_a_drafter_that_turns_good_is_found_again(chosen):
     drafter = following(kit.TurnsGood, [1], LONG)
     drafter.good_from = 60
     output = generate([1], drafter, LONG, generation_config=adaptive(LONG))
-    assert new_tokens_of(output, 0, [1]) == said(1, LONG)
+    assert new_tokens_of(output, 0, [1]) == plain_ids(1, LONG)
     accepted = output.statistics.per_step_accepted
     assert max(accepted) >= 5
     waited = output.statistics.num_target_forwards - 60

@@ -211,8 +211,8 @@ def test_min_new_tokens_beyond_a_block(eos_offset):
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 5, 8, 10, 12])
 def test_eos_at_an_offset_of_a_row(offset):
     """D1 in a batch: tokens behind an EOS inside a block, or a row cut where its neighbour ends."""
-    rows, eos = [0, 3, 1], batches.said(3, 20)[offset]
-    expected = [batches.said(row, 20, [eos]) for row in rows]
+    rows, eos = [0, 3, 1], batches.plain_ids(3, 20)[offset]
+    expected = [batches.plain_ids(row, 20, [eos]) for row in rows]
     drafter = following(kit.PatternDrafter, rows, 20, pattern=[2, 7, 7])
     output = batches.generate(rows, drafter, 20, eos_token_id=eos, pad_token_id=0)
     lengths = [len(tokens) for tokens in expected]
@@ -237,7 +237,7 @@ def test_length_budget_of_a_batch(limit):
         output = batches.generate(rows, drafter, limit)
     finally:
         handle.remove()
-    assert [batches.new_tokens_of(output, i, rows) for i in range(3)] == [batches.said(row, limit) for row in rows]
+    assert [batches.new_tokens_of(output, i, rows) for i in range(3)] == [batches.plain_ids(row, limit) for row in rows]
     assert max(widths[1:], default=0) <= max(limit - 1, 1)
     assert limit > 2 or drafter.anchors == [[], [], []]
 

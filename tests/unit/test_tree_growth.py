@@ -14,18 +14,18 @@ def test_the_likeliest_nodes_grow(budget, depth):
     """Bug: a child without its parent, a sibling left out, or another order than that of probability."""
     generator = torch.Generator().manual_seed(budget)
     log_probs = torch.randn(3, 4, generator=generator).log_softmax(-1).sort(descending=True).values.tolist()
-    found = grow(lambda slot, previous: ([10, 11, 12, 13], log_probs[slot]), 5, depth, budget)
+    tree = grow(lambda slot, previous: ([10, 11, 12, 13], log_probs[slot]), 5, depth, budget)
     paths = [path for length in range(1, depth + 1) for path in itertools.product(range(4), repeat=length)]
     scores = {path: sum(log_probs[slot][rank] for slot, rank in enumerate(path)) for path in paths}
     grown = []
-    for node in range(1, found.size + 1):
+    for node in range(1, tree.size + 1):
         path, at = [], node
         while at:
-            path.insert(0, found.token_ids[at - 1] - 10)
-            at = found.parents[at - 1]
+            path.insert(0, tree.token_ids[at - 1] - 10)
+            at = tree.parents[at - 1]
         grown.append(tuple(path))
     assert grown == sorted(paths, key=lambda path: -scores[path])[:budget]
-    assert found.depths == [len(path) for path in grown]
+    assert tree.depths == [len(path) for path in grown]
 
 
 def test_children_follow_their_parents_token():
@@ -36,11 +36,11 @@ def test_children_follow_their_parents_token():
         asked.append((slot, previous))
         return [previous + 1, previous + 2], [math.log(0.6), math.log(0.4)]
 
-    found = grow(expand, 100, 2, 5)
+    tree = grow(expand, 100, 2, 5)
     assert set(asked) <= {(0, 100), (1, 101), (1, 102)}
     assert all(
-        token - (100 if parent == 0 else found.token_ids[parent - 1]) in (1, 2)
-        for token, parent in zip(found.token_ids, found.parents, strict=True)
+        token - (100 if parent == 0 else tree.token_ids[parent - 1]) in (1, 2)
+        for token, parent in zip(tree.token_ids, tree.parents, strict=True)
     )
 
 
@@ -60,11 +60,11 @@ def test_a_tree_ends_where_more_does_not_pay(costs):
         scores.append(scores[parent] + log_probs[depth - 1][token - 10])
     expected = list(itertools.accumulate([1.0, *(math.exp(score) for score in scores[1:])]))
     best = max(range(1, 65), key=lambda size: expected[size] / (0.3 + costs[size]))
-    found = grow(expand, 5, 5, 64, Worth(StepCosts(0.3, tuple(costs))))
-    assert found.size == best
-    assert found.token_ids == whole.token_ids[:best] and found.parents == whole.parents[:best]
-    assert all(child <= best for children in found.children for child in children)
-    assert len(found.children) == best + 1
+    tree = grow(expand, 5, 5, 64, Worth(StepCosts(0.3, tuple(costs))))
+    assert tree.size == best
+    assert tree.token_ids == whole.token_ids[:best] and tree.parents == whole.parents[:best]
+    assert all(child <= best for children in tree.children for child in children)
+    assert len(tree.children) == best + 1
 
 
 HAND = DraftTree([7, 8, 9, 6], [0, 0, 1, 3], [1, 1, 2, 3], [[1, 2], [3], [], [4], []])
