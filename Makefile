@@ -52,6 +52,7 @@ docs: $(VENV)/.stamp  ## the site, in build/site; a link that leads nowhere is a
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 same-behaviour: $(VENV)/.stamp  ## OLD=commit: the same calls on it and on this tree; texts and statistics must be identical
+	rm -rf build/old
 	git worktree add --force --detach build/old $(OLD)
 	$(VENV)/bin/python -m experiments.same_behaviour --old build/old --new .
 
