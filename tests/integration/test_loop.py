@@ -148,3 +148,23 @@ def test_shorter_verification(num_draft_tokens):
     assert torch.equal(output.sequences, plain_text("gemma"))
     steps = kit.scripted_steps(PATTERNS[8], num_draft_tokens + 1, NEW_TOKENS)
     assert (output.statistics.per_step_accepted, output.statistics.per_step_drafted) == steps[:2]
+
+
+class _LovesMasks(kit.OracleDrafter):
+    def scripted_logits(self, logits, right, *, slot, step):
+        logits = super().scripted_logits(logits, right, slot=slot, step=step)
+        logits[kit.MASK_TOKEN_ID] = 50.0
+        return logits
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_mask_token_is_never_drafted(do_sample):
+    """Bug (F4): the drafter's own answer to a masked slot is the mask, and a target that may emit it agrees."""
+    target, prompt = kit.shared_target(), kit.prompt_of(9)
+    drafter = kit.scripted(_LovesMasks, target, prompt, 24)
+    torch.manual_seed(0)
+    options = {"do_sample": True, "temperature": 0.1, "top_k": 0} if do_sample else {}
+    output = kit.decode(target, drafter, prompt, 24, **options)
+    assert kit.MASK_TOKEN_ID not in output.sequences[0, 9:].tolist()
+    assert max(output.statistics.per_step_accepted) >= 2
+    assert do_sample or set(output.statistics.per_step_accepted[:-1]) == {7}

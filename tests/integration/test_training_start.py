@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import layouts
 import pytest
 import torch
 from kit import FAMILIES, MASK_TOKEN_ID, ROPE, dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target
@@ -10,7 +11,7 @@ from trainer_kit import STAGES, differing, tiny_rows, tiny_trainer, tiny_trainin
 
 from hf_dflow import DFlowDrafter, DFlowError
 from hf_dflow.training import checkpoint
-from hf_dflow.training.config import TrainingConfigError
+from hf_dflow.training.config import TrainingConfig, TrainingConfigError
 from hf_dflow.training.evaluate import decode
 from hf_dflow.training.features import LiveFeatures
 from hf_dflow.training.frozen_target import linear_head
@@ -194,3 +195,10 @@ def test_adapter_never_reaches_the_drafter(adapted, target, tmp_path):
     )
     with pytest.raises(DFlowError, match="target was"):
         resumed_on_base.resume()
+
+
+def test_training_refuses_what_it_would_train_wrongly(target):
+    """Bug: convolutions that run across the many blocks of a training row, and a selector that no loss reaches."""
+    folder = layouts.original("dflash2")
+    with pytest.raises(TrainingConfigError, match="selector"):
+        resolve(TrainingConfig(), target, torch.arange(5), DFlowDrafter.from_pretrained(folder))
