@@ -119,7 +119,11 @@ def test_draft_cache_as_it_grows():
 
 def test_largest_batch_by_hand():
     """Bug: a drafter that costs nothing, or one more sequence than fits."""
-    plan = make_plan(read_target(TINY_TARGET), read_drafter(TINY_DRAFTER), Load(256))
+    target, drafter = read_target(TINY_TARGET), read_drafter(TINY_DRAFTER)
+    plan, taps = make_plan(target, drafter, Load(256, dtype="float32")), len(drafter.target_layer_ids)
+    states = 4 * target.hidden_size * (target.num_hidden_layers + 1 + taps)  # of a token, tapped ones twice
+    assert plan.prefill_buffers_row == 128 * states
+    assert plan.relay_buffers_row == 8 * states + 7 * 4 * taps * target.hidden_size
     room = plan.drafting_fixed + 10 * plan.drafting_row
     assert plan.largest_batch(room)["drafting"] == 10 and plan.largest_batch(room - 1)["drafting"] == 9
     assert plan.largest_batch(room)["plain"] == (room - plan.target_weights) // plan.plain_row > 10
