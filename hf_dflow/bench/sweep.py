@@ -24,28 +24,12 @@ MEASURES = ("best setting", "tokens/step", "speed-up", "use the drafter")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a sweep chooses. Only sampling has a choice of verification rules.
-
-    Args:
-        block_size (`int`): Anchor and verified drafts; the drafter drafts its full block anyway.
-        verification (`str`, *optional*): "token" or "block"; `None` where nothing is sampled.
-    """
-
-    block_size: int
-    verification: str | None
-
-    def defaults(self) -> dict[str, Any]:
-        """The setting as fields of [`DFlowGenerationConfig`]."""
-        fields: dict[str, Any] = {"num_draft_tokens": self.block_size - 1}
-        return fields if self.verification is None else {**fields, "verification": self.verification}
-
-
-@dataclass(frozen=True)
 class Point:
     """A setting on one task under one condition.
 
     Args:
+        block_size (`int`): Anchor and verified drafts; the drafter drafts its full block anyway.
+        verification (`str`, *optional*): "token" or "block"; `None` where nothing is sampled.
         tokens_per_second (`float`): Output tokens, prompt included in the time.
     """
 
@@ -53,10 +37,22 @@ class Point:
     temperature: float
     output_tokens: int
     concurrency: int
-    setting: Setting
+    block_size: int
+    verification: str | None
     tokens_per_second: float
     plain_tokens_per_second: float
     tokens_per_step: float
+
+    def as_record(self) -> dict[str, Any]:
+        """The point for JSON, its setting apart from its figures."""
+        fields = vars(self).copy()
+        setting = {name: fields.pop(name) for name in ("block_size", "verification")}
+        return {**fields, "setting": setting}
+
+    def generation_defaults(self) -> dict[str, Any]:
+        """The setting as fields of [`DFlowGenerationConfig`]."""
+        rule = {} if self.verification is None else {"verification": self.verification}
+        return {"num_draft_tokens": self.block_size - 1, **rule}
 
 
 def split_block_sizes(pair: Pair, block_sizes: Sequence[int]) -> tuple[list[int], dict[str, str]]:
@@ -114,7 +110,7 @@ def sweep(
         for mode in modes:
             points += _points(record["modes"][mode.name], mode, length, concurrency, sizes)
     return {
-        "points": [{**vars(point), "setting": vars(point.setting)} for point in points],
+        "points": [point.as_record() for point in points],
         "best": best(points),
         "left_out": left_out,
         "conditions": conditions,
@@ -130,10 +126,19 @@ def _points(measured: Mapping[str, Any], mode: Mode, length: int, concurrency: i
     for task, part in comparison.parts_of(measured).items():
         rates = {name: times["effective_tps_with_bonus"] for name, times in part["latency"].items()}
         for size in sizes:
-            per_step = part["contestants"][_name(size)]["tokens_per_step"]["value"]
-            setting = Setting(size, mode.verification if mode.temperature else None)
-            rate, plain_rate = rates[_name(size)], rates["plain"]
-            points.append(Point(task, mode.temperature, length, concurrency, setting, rate, plain_rate, per_step))
+            points.append(
+                Point(
+                    task=task,
+                    temperature=mode.temperature,
+                    output_tokens=length,
+                    concurrency=concurrency,
+                    block_size=size,
+                    verification=mode.verification if mode.temperature else None,
+                    tokens_per_second=rates[_name(size)],
+                    plain_tokens_per_second=rates["plain"],
+                    tokens_per_step=part["contestants"][_name(size)]["tokens_per_step"]["value"],
+                )
+            )
     return points
 
 
@@ -153,7 +158,7 @@ def best(points: Sequence[Point]) -> list[dict[str, Any]]:
             "temperature": point.temperature,
             "output_tokens": point.output_tokens,
             "concurrency": point.concurrency,
-            "generation_defaults": point.setting.defaults(),
+            "generation_defaults": point.generation_defaults(),
             "tokens_per_step": point.tokens_per_step,
             "speed_up": point.tokens_per_second / point.plain_tokens_per_second,
             "use_drafter": point.tokens_per_second > point.plain_tokens_per_second,

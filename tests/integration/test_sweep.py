@@ -7,12 +7,12 @@ from typer.testing import CliRunner
 
 from hf_dflow import DFlowGenerationConfig
 from hf_dflow.bench import sweep as bench
-from hf_dflow.bench.sweep import Point, Setting, best
+from hf_dflow.bench.sweep import Point, best
 from hf_dflow.cli import app
 
 
 def point(task, size, rate, *, temperature=0.0, rule=None, plain=10.0, length=64, concurrency=1):
-    return Point(task, temperature, length, concurrency, Setting(size, rule), rate, plain, 2.0)
+    return Point(task, temperature, length, concurrency, size, rule, rate, plain, 2.0)
 
 
 def test_the_fastest_setting_of_each_task():
