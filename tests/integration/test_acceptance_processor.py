@@ -201,7 +201,7 @@ class Learns(AcceptanceProcessor):
         assert draft_logits.shape[0] == 1 and (feedback is None or feedback.is_fed.shape[0] == 1)
         if feedback is not None:
             stale = torch.where(feedback.is_fed[..., None], feedback.target_logits, 0.0).mean(dim=1)
-            draft_logits = draft_logits + 0.05 * stale[:, None]
+            draft_logits = draft_logits + 0.5 * stale[:, None]
         return draft_logits - self.rejected
 
     def observe(self, draft, verification):
