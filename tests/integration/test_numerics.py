@@ -1,13 +1,8 @@
 """Low precision, broken logits, vocabularies of two sizes, and life without Triton."""
 
-import subprocess
-import sys
-import textwrap
-
 import kit
 import pytest
 import torch
-from kit import ROOT
 from law import PLAIN, Loop, law_error, three_token_drafter
 from torch import nn
 
@@ -143,45 +138,3 @@ def test_two_vocabulary_sizes(tmp_path, target_vocab, drafter_vocab):
     assert int(sampled.sequences.max()) < target_vocab
     if drafter_vocab < target_vocab:  # ids that the drafter lacks are reached all the same
         assert int(sampled.sequences[0, 6:].max()) >= last
-
-
-# -- no Triton
-
-
-def test_without_triton():
-    """Bug (F7): importing or decoding on CPU needs Triton."""
-    program = """
-        import sys
-
-        class Hides:
-            def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] == "triton":
-                    raise ModuleNotFoundError(name)
-
-        sys.meta_path.insert(0, Hides())
-        try:
-            import triton
-        except ModuleNotFoundError:
-            pass
-        else:
-            raise SystemExit("triton is not hidden")
-        import kit, torch
-        import hf_dflow
-
-        target = kit.tiny_target("llama")
-        drafter = kit.tiny_drafter(target, 4)
-        prompt = kit.prompt_of(5)
-        output = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=12).sequences
-        assert torch.equal(output, kit.plain_greedy(target, prompt, 12))
-        sampled = target.generate(
-            prompt, assistant_model=drafter, speculation_type="dflow", do_sample=True, max_new_tokens=12
-        )
-        assert sampled.shape == (1, 17)
-        print("decoded without triton")
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": "", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert "decoded without triton" in run.stdout

@@ -189,7 +189,7 @@ TIMES = {"draft": 1.0, "verify": [1.0] * 8}
         *(("step_costs", {**TIMES, "verify": verify}) for verify in ([1.0, 2.0], [0.0] * 8, ["1"] * 8, 1.0, None)),
         *(("step_costs", value) for value in ({"draft": 1.0}, {**TIMES, "draft": -1.0}, 5)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, str | int | float | dict) else type(value).__name__,
 )
 def test_impossible_option_values_are_refused_at_construction(name, value):
     """A raw TypeError, a division by zero or a NaN in the middle of a text; or a value that is taken for another."""
