@@ -197,7 +197,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
             )
         self._check_types()
         self._check_sizes()
-        self._check_rope()
+        self.check_rope()
         self._check_block()
         self._check_mask_token()
         self._check_layers()
@@ -237,7 +237,8 @@ class DFlowDrafterConfig(PreTrainedConfig):
         self._check_choice("hidden_act", sorted(ACT2FN))
         self._check_choice("relay_hidden_act", sorted(ACT2FN))
 
-    def _check_rope(self) -> None:
+    def check_rope(self) -> None:
+        """Raise [`DrafterConfigError`] unless the rotary parameters are complete and turn whole heads."""
         rope = self.rope_parameters
         theta = rope.get("rope_theta")
         if theta is None:
@@ -247,6 +248,27 @@ class DFlowDrafterConfig(PreTrainedConfig):
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)
         if rope.get("rope_type", "default") not in rope_types:
             self._refuse(f"'rope_type' is {rope['rope_type']!r}; allowed: {', '.join(rope_types)}")
+        for length in (1, 2 * self.max_position_embeddings):  # some types have other factors for long texts
+            try:
+                width = self._rotary_width(length)
+            except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+                self._refuse(
+                    f"'rope_parameters' {rope} cannot be computed for heads of {self.head_dim} "
+                    f"({type(error).__name__}: {error}); complete them, or use the type 'default'"
+                )
+            if width != self.head_dim:
+                self._refuse(
+                    f"'rope_parameters' {rope} turn {width} channels of heads with 'head_dim' {self.head_dim}; a draft "
+                    "layer turns whole heads of even width: leave 'partial_rotary_factor' out, or correct 'head_dim'"
+                )
+
+    def _rotary_width(self, length: int) -> int:
+        """How many channels of a head are rotated, in a text of `length` tokens."""
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        if rope_type == "default":  # of the draft layers, which read no 'partial_rotary_factor' then
+            return 2 * len(range(0, self.head_dim, 2))
+        inverse_frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](self, seq_len=length)
+        return 2 * len(inverse_frequencies)
 
     def _check_block(self) -> None:
         if self.block_size < 2:

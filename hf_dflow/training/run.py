@@ -104,9 +104,8 @@ def train(
     tokenizer = _load_tokenizer(target_name, revision)
     special_ids = [] if tokenizer is None else list(tokenizer.all_special_ids)  # an unused one makes the best mask
     training = resolve(training, target, supervised_ids(rows), drafter, special_ids)
-    store = _prepare_features(
-        accelerator, rows, target, training, None if compute_live else features or output / "features"
-    )
+    feature_folder = None if compute_live else features or output / "features"
+    store = _open_features(accelerator, rows, target, training, feature_folder)
     shown_name = target_name if not Path(target_name).exists() else Path(target_name).resolve().name
     prompts = held_out_prompts(held_out)
     trainer = Trainer(training, target, rows, store, output, drafter, prompts=prompts, target_name=shown_name)
@@ -123,6 +122,8 @@ def train(
         accelerator.print(f"resumed after update {trainer.update} of {training.updates}")
     # After `resume`, which compares what a run must have in common: the record of the target is not part of that.
     record_pair(trainer.drafter, target, tokenizer, files)
+    with accelerator.main_process_first():  # the others find everything there
+        store.fill(lambda done, total: accelerator.print(f"target states of {done} of {total} rows"))
     trainer.run()
     if trainer.skipped == trainer.update:
         raise DFlowError(
@@ -168,18 +169,16 @@ def _load_tokenizer(name: str, revision: str | None) -> Any:
         return None
 
 
-def _prepare_features(
+def _open_features(
     accelerator: Accelerator, rows: list[TrainingRow], target: Any, training: TrainingConfig, folder: Path | None
 ) -> LiveFeatures:
-    """Features of the rows, cached in `folder` by the first process; computed on demand without a folder."""
+    """Features of the rows, cached in `folder` or, without one, computed on demand. Nothing is computed yet."""
     layer_ids: Any = training.target_layer_ids  # resolved
     teacher_top_k = training.teacher_top_k if training.distillation else 0
     if folder is None:
         return LiveFeatures(rows, target, layer_ids, dtype=training.feature_dtype, teacher_top_k=teacher_top_k)
     with accelerator.main_process_first():
-        store = FeatureStore(folder, rows, target, layer_ids, dtype=training.feature_dtype, teacher_top_k=teacher_top_k)
-        store.fill(lambda done, total: accelerator.print(f"target states of {done} of {total} rows"))
-    return store
+        return FeatureStore(folder, rows, target, layer_ids, dtype=training.feature_dtype, teacher_top_k=teacher_top_k)
 
 
 def held_out_prompts(held_out: list[TrainingRow]) -> list[list[int]]:

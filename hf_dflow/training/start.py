@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
-from hf_dflow.errors import DFlowError
+from hf_dflow.errors import DFlowError, DrafterConfigError
+from hf_dflow.generation.pair import check_pair
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.config import TrainingConfig, TrainingConfigError
@@ -15,12 +17,13 @@ from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.frozen_target import inner_model
 from hf_dflow.training.loss import frequent_tokens
 
+logger: Any = logging.get_logger(__name__)
 DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_TAPS, DEFAULT_CANDIDATES = 2, 8, 5, 16
 DECAY_OF_BLOCK = {8: 4.0, 10: 5.0, 16: 7.0}  # arXiv 2602.06036
 EVALUATIONS_PER_RUN, LEAST_UPDATES_BETWEEN_EVALUATIONS = 10, 10
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Rotary settings of a target's attention shape or modalities that a plain drafter does not have.
-FOREIGN_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+# How axes of images and videos share a head's frequencies; a text has the same position on every axis.
+MODALITY_ROPE = ("mrope_section", "mrope_interleaved")
 NEW_PARTS = ("relay.", "causal_correction.")  # what a run may add to a drafter that it continues
 OWN_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")  # stay at one if the target has none
 LAYER_WEIGHTS = {
@@ -47,6 +50,7 @@ def resolve(
 
     Raises:
         TrainingConfigError: `training` contradicts the drafter to continue or the target.
+        DFlowError: No drafter can have the target's shape, or the drafter to continue does not fit this target.
     """
     has_correction = drafter is not None and drafter.causal_correction is not None
     if training.train_only == "correction" and not (has_correction or training.correction_intermediate_size):
@@ -68,6 +72,10 @@ def resolve(
         resolved.evaluate_every = max(LEAST_UPDATES_BETWEEN_EVALUATIONS, training.updates // EVALUATIONS_PER_RUN)
     resolved.check()
     _check_fits_target(resolved, target)
+    if drafter is None:
+        drafter_config(target, resolved).check()
+    else:
+        check_pair(target, drafter)
     return resolved
 
 
@@ -198,9 +206,7 @@ def drafter_config(target: Any, training: TrainingConfig, target_name: str | Non
     """A drafter of the target's width and attention shape."""
     config = target.config.get_text_config()
     own: dict[str, Any] = training.to_dict()
-    rope = dict(getattr(config, "rope_parameters", None) or DEFAULT_ROPE)
-    rope = dict(rope.get("full_attention") or rope)  # some families have one set for each kind of layer
-    return DFlowDrafterConfig(
+    drafter = DFlowDrafterConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
@@ -210,7 +216,7 @@ def drafter_config(target: Any, training: TrainingConfig, target_name: str | Non
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={key: value for key, value in rope.items() if key not in FOREIGN_ROPE},
+        rope_parameters=dict(DEFAULT_ROPE),
         layer_types=["full_attention"] * own["num_hidden_layers"],
         block_size=own["block_size"],
         mask_token_id=own["mask_token_id"],
@@ -227,6 +233,31 @@ def drafter_config(target: Any, training: TrainingConfig, target_name: str | Non
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
     )
+    _copy_rope(drafter, config)
+    return drafter
+
+
+def _copy_rope(drafter: DFlowDrafterConfig, config: Any) -> None:
+    """Give a drafter its target's rotary settings: whole, or nothing but the base where they do not fit whole heads.
+
+    Factors of a part of each head say nothing about all of it.
+    """
+    given = getattr(config, "rope_parameters", None) or DEFAULT_ROPE
+    by_layer_type = [given.get("full_attention"), *given.values()]  # some families have one set for each kind of layer
+    rope = next((settings for settings in by_layer_type if isinstance(settings, dict)), given)
+    rope = {key: value for key, value in rope.items() if key not in MODALITY_ROPE}
+    plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or DEFAULT_ROPE["rope_theta"]}
+    rope_type, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor")
+    drafter.rope_parameters = plain if rope_type == "default" else rope
+    try:
+        drafter.check_rope()
+    except DrafterConfigError:
+        drafter.rope_parameters = plain
+        logger.warning_once(
+            f"The target's rotary settings ({rope_type}{'' if part is None else f' of {part:g} of each head'}) do not "
+            f"fit a draft layer, which rotates whole heads; the drafter gets plain ones of base "
+            f"{plain['rope_theta']:g}."
+        )
 
 
 def reduce_vocabulary(drafter: DFlowDrafter, target: Any, rows: Sequence[TrainingRow]) -> None:

@@ -151,6 +151,18 @@ def test_mistakes_are_reported_before_anything_is_loaded(files, tmp_path, monkey
     assert result.exit_code == 2 and message in result.output.replace("\n", " ")
 
 
+def test_what_cannot_be_trained_is_refused_before_any_target_state_is_computed(trained, files, tmp_path, monkeypatch):
+    """N25's kind: hours of target states, and then the refusal of a drafter or of a run that was known before."""
+    monkeypatch.setattr(run.FeatureStore, "fill", lambda *_: pytest.fail("computed"))
+    options = ("--config", files / "training.json")
+    result = invoke(*command(files, trained[0], *options, "--seed", 1, "--features", tmp_path / "states"))
+    assert result.exit_code == 2 and "belongs to another run" in result.stderr
+    other = tiny_drafter(tiny_target("llama", hidden_size=64, head_dim=16), 4, target_layer_ids=[0, 2])
+    other.save_pretrained(tmp_path / "other")
+    result = invoke(*command(files, tmp_path / "run", "--from", tmp_path / "other"))
+    assert result.exit_code == 2 and "does not fit this target" in result.stderr
+
+
 def test_rows_of_another_tokenizer_are_refused_and_a_run_that_learned_nothing_saves_nothing(
     files, tmp_path, monkeypatch
 ):

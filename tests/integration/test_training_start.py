@@ -8,15 +8,16 @@ import pytest
 import torch
 from kit import FAMILIES, MASK_TOKEN_ID, ROPE, dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target
 from trainer_kit import STAGES, differing, tiny_rows, tiny_trainer, tiny_training, training_target, weights_of
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_dflow import DFlowDrafter, DFlowError
+from hf_dflow import DFlowDrafter, DFlowError, DrafterConfigError, PairMismatchError
 from hf_dflow.training import checkpoint
 from hf_dflow.training.config import TrainingConfig, TrainingConfigError
 from hf_dflow.training.evaluate import decode
 from hf_dflow.training.features import LiveFeatures
 from hf_dflow.training.frozen_target import linear_head
 from hf_dflow.training.loss import head_rows
-from hf_dflow.training.start import new_drafter, resolve, spread_layers
+from hf_dflow.training.start import drafter_config, new_drafter, resolve, spread_layers
 
 ONE_UPDATE = [replace(STAGES[1], updates=1)]
 
@@ -202,3 +203,89 @@ def test_training_refuses_what_it_would_train_wrongly(target):
     folder = layouts.original("dflash2")
     with pytest.raises(TrainingConfigError, match="selector"):
         resolve(TrainingConfig(), target, torch.arange(5), DFlowDrafter.from_pretrained(folder))
+
+
+# -- rotary settings
+
+HALF_OF_A_HEAD = 4  # heads of the tiny targets have 8 channels
+SCALED = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 128},
+    "longrope": {"original_max_position_embeddings": 128},
+    "llama3": {
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "proportional": {},
+}
+
+
+def rope_of(kind: str, part: float) -> dict:
+    rope = {"rope_type": kind, "rope_theta": 5000.0, "partial_rotary_factor": part, **SCALED[kind]}
+    if kind == "longrope":
+        frequencies = int(HALF_OF_A_HEAD * part)
+        rope |= {"short_factor": [1.0] * frequencies, "long_factor": [2.0] * frequencies}
+    return rope
+
+
+def test_every_rotary_type_is_tried():
+    """Catches: a type of a later transformers that no test has tried."""
+    assert set(SCALED) == {"default", *ROPE_INIT_FUNCTIONS}
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5])
+@pytest.mark.parametrize("kind", SCALED)
+def test_rotary_settings_are_copied_whole_or_not_at_all(kind, part):
+    """N25: factors of a part of each head in a drafter that rotates whole heads, which ends a run after hours of target
+    states, or rotates by another law than either."""
+    family, options = "llama", {}
+    if kind == "longrope":  # Phi-3 keeps the original length outside
+        family, options = "phi3", {"original_max_position_embeddings": 128}
+    target = tiny_target(family, dtype=torch.float32, rope_parameters=rope_of(kind, part), **options)
+    training = resolve(tiny_training(mask_token_id=None, target_layer_ids=None), target, torch.arange(1, MASK_TOKEN_ID))
+    drafter = new_drafter(target, training)
+    rope = drafter.config.rope_parameters
+    is_whole = kind != "default" and (part == 1.0 or kind == "proportional")
+    expected = rope_of(kind, part) if is_whole else {"rope_type": "default", "rope_theta": 5000.0}
+    assert {key: rope.get(key) for key in expected} == expected and (is_whole or rope.keys() == expected.keys())
+    drafter_rows = torch.randn(1, 3, 32)
+    for first in (0, 200):  # before and behind the original length
+        keys, _ = drafter.context_key_values(drafter_rows, torch.arange(first, first + 3)[None])[0]
+        assert keys.shape[-1] == 8 and keys.isfinite().all()
+
+
+def test_rotary_settings_by_kind_of_layer_and_of_modalities():
+    """N25: a set for each kind of layer taken for one set, or axes of images in a drafter of text."""
+    target = tiny_target("llama")
+    full = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0, "mrope_section": [1, 1, 2]}
+    for by_kind in ({"sliding_attention": ROPE, "full_attention": full}, {"main": full, "compress": ROPE}):
+        target.config.rope_parameters = by_kind
+        rope = drafter_config(target, resolve(tiny_training(), training_target(), torch.arange(1, 60))).rope_parameters
+        assert rope == {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({**rope_of("longrope", 0.5), "partial_rotary_factor": 1.0}, "cannot be computed for heads of 8"),
+        ({**rope_of("longrope", 1.0), "long_factor": [2.0] * 3}, "cannot be computed for heads of 8"),
+        (rope_of("longrope", 0.5), "turn 4 channels of heads with 'head_dim' 8"),
+        (rope_of("yarn", 0.5), "turn 4 channels"),
+        ({"rope_type": "linear", "rope_theta": 5000.0}, "KeyError: 'factor'"),
+    ],
+)
+def test_a_drafter_whose_rotation_cannot_work_is_refused_in_words(target, rope, message):
+    """N25: a bare KeyError or a shape error from within a drafter's first forward, for long texts only after hours."""
+    with pytest.raises(DrafterConfigError, match=message):
+        tiny_drafter(target, rope_parameters=rope)
+
+
+def test_a_drafter_of_another_targets_width_is_refused_before_any_update(target, tmp_path):
+    """N25's kind: a drafter to continue that cannot read this target's states fails in the first update."""
+    drafter = tiny_drafter(tiny_target("llama", hidden_size=64, head_dim=16), 4, target_layer_ids=[0, 2])
+    with pytest.raises(PairMismatchError, match="hidden size 32"):
+        tiny_trainer(tmp_path, target=target, drafter=drafter, num_hidden_layers=2)
