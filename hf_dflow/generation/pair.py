@@ -15,7 +15,11 @@ from hf_dflow.errors import PairMismatchError
 from hf_dflow.model.drafter import DFlowDrafter
 
 logger: Any = logging.get_logger(__name__)
-PADDING = 512  # vocabularies are padded to multiples of at most this; sizes that agree after that may be the same
+# Vocabularies are padded to multiples of at most 512, small ones by a quarter at most; sizes that agree after that may
+# be those of one tokenizer.
+PADDING, LARGEST_PADDING_SHARE = 512, 0.25
+SAMPLED_TOKENS = 32  # by which two tokenizers are told apart that only differ in a few added or renamed tokens
+LEAST_COMMON_SHARE = 0.5  # of those tokens; two tokenizers with fewer in common are different ones
 known_fingerprints: Any = WeakKeyDictionary()  # tokenizer -> its length, its fingerprint
 COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -36,8 +40,9 @@ def check_pair(
 
     Raises:
         PairMismatchError: Naming the first size that differs; or the drafter is spread over devices, or reads rows of
-            an embedding that is offloaded. A differing name, revision, tokenizer, mode or vocabulary size is warned
-            about once: the text stays the target's own, drafts may be rejected more often.
+            an embedding that is offloaded; or its tokenizer gives most ids another meaning than the target's. A
+            differing name, revision, tokenizer, mode or vocabulary size that proves nothing is warned about once: the
+            text stays the target's own, drafts may be rejected more often.
     """
     devices = {parameter.device for parameter in drafter.parameters()}
     if len(devices) > 1 or drafter.device.type == "meta":
@@ -66,10 +71,28 @@ def check_pair(
     drafter.check_draft_vocabulary()
     if ours.output_head == "target" and model.get_output_embeddings() is None:
         _mismatch("no LM head", "output_head='target'")
+    _check_tokens(model, drafter, tokenizer)
     for difference in _differences(model, target, ours, tokenizer, chat_mode):
         logger.warning_once(
-            f"The drafter may draft badly for this target: {difference}. The text stays the target's own; for speed, "
-            "load the drafter that was made for it."
+            f"The drafter {_name_of(drafter)} may draft badly for the target {_name_of(model)}: {difference}. The text "
+            "stays the target's own; for speed, load the drafter that was made for it."
+        )
+
+
+def _check_tokens(model: PreTrainedModel, drafter: DFlowDrafter, tokenizer: Any) -> None:
+    """Refuse a drafter whose recorded tokens mostly have other ids in `tokenizer`: nearly all drafts are rejected."""
+    sample = drafter.config.tokenizer_sample
+    if tokenizer is None or not sample or _fingerprint(tokenizer) == drafter.config.tokenizer_fingerprint:
+        return
+    target_ids = dict(zip(sample, tokenizer.convert_tokens_to_ids(list(sample)), strict=True))
+    differing = [token for token in sample if sample[token] != target_ids[token]]
+    if len(sample) - len(differing) < LEAST_COMMON_SHARE * len(sample):
+        token = differing[0]
+        raise PairMismatchError(
+            f"The drafter {_name_of(drafter)} was made for another tokenizer than that of the target "
+            f"{_name_of(model)}: {len(differing)} of {len(sample)} tokens differ, e.g. {token!r} is "
+            f"{sample[token]} for the drafter and {target_ids[token]} for the target. Load the drafter that was "
+            "trained for this very model."
         )
 
 
@@ -77,6 +100,14 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A short digest of a tokenizer's tokens and their ids; equal digests give every id the same meaning."""
     tokens = sorted((int(token_id), token) for token, token_id in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
+def tokenizer_sample(tokenizer: Any) -> dict[str, int]:
+    """Tokens spread evenly over a tokenizer's ids, with their ids."""
+    tokens = sorted((int(token_id), token) for token, token_id in tokenizer.get_vocab().items())
+    count = min(SAMPLED_TOKENS, len(tokens))
+    picked = [tokens[i * len(tokens) // count] for i in range(count)]
+    return {token: token_id for token_id, token in picked}
 
 
 def _fingerprint(tokenizer: Any) -> str:
@@ -107,6 +138,7 @@ def record_target(
         config.target_revision = getattr(model.config, "_commit_hash", None)
     if tokenizer is not None:
         config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
+        config.tokenizer_sample = tokenizer_sample(tokenizer)
     config.chat_mode = chat_mode or config.chat_mode
 
 
@@ -134,7 +166,12 @@ def _differences(model: PreTrainedModel, target: Any, ours: Any, tokenizer: Any,
 
 def _may_be_padding(ours: Any, target: Any) -> bool:
     sizes = sorted((ours.vocab_size, target.vocab_size))
-    return sizes[1] <= -(-sizes[0] // PADDING) * PADDING
+    return sizes[1] <= min(-(-sizes[0] // PADDING) * PADDING, (1 + LARGEST_PADDING_SHARE) * sizes[0])
+
+
+def _name_of(model: Any) -> str:
+    """Where a model was loaded from; its class, if it was made here."""
+    return getattr(model.config, "_name_or_path", None) or type(model).__name__
 
 
 def _is_repository(name: Any) -> bool:

@@ -72,6 +72,8 @@ class DFlowDrafterConfig(PreTrainedConfig):
         num_target_layers (`int`, *optional*): Layers of the target that the drafter was made for.
         target_name, target_revision (`str`, *optional*): That target; a different one gives a warning, not an error.
         tokenizer_fingerprint (`str`, *optional*): [`~hf_dflow.tokenizer_fingerprint`] of its tokenizer.
+        tokenizer_sample (`dict`, *optional*):
+            Some of that tokenizer's tokens with their ids, by which it is told from a tokenizer with added tokens.
         chat_mode (`str`, *optional*):
             How the target was prompted when its answers were collected: "thinking", "non-thinking", "chat" or "raw".
         input_embedding (`str`, *optional*, defaults to `"raw"`):
@@ -135,6 +137,7 @@ class DFlowDrafterConfig(PreTrainedConfig):
     target_name: str | None = None
     target_revision: str | None = None
     tokenizer_fingerprint: str | None = None
+    tokenizer_sample: dict | None = None
     chat_mode: str | None = None
     input_embedding: str = "raw"
     output_head: str = "target"

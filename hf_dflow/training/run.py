@@ -194,7 +194,7 @@ def record_pair(drafter: DFlowDrafter, target: Any, tokenizer: Any, files: list[
     its own.
     """
     config: Any = drafter.config
-    config.target_name = config.target_revision = config.tokenizer_fingerprint = None
+    config.target_name = config.target_revision = config.tokenizer_fingerprint = config.tokenizer_sample = None
     templates = [(file.header or {}).get("template") for file in files]
     modes = {template and chat_mode(template, tokenizer) for template in templates}
     if modes != {None}:

@@ -7,13 +7,15 @@ import internals
 import pytest
 import torch
 from kit import dflow_greedy, plain_greedy, prompt_of, tiny_drafter, tiny_target, tiny_tokenizer
-from transformers import LlamaConfig
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_dflow import (
     DFlowDecoder,
     DFlowDrafter,
     DFlowGenerationConfig,
+    PairMismatchError,
     UnsupportedGenerationError,
     check_pair,
     record_target,
@@ -98,7 +100,10 @@ def test_a_pair_that_fits_is_silent(warnings, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "drafter_size, target_size, is_padding",
-    [(151936, 152064, True), (151936, 151669, True), (120, 128, True), (32000, 128256, False), (49152, 49664, False)],
+    [
+        *((151936, 152064, True), (151936, 151669, True), (50257, 50304, True), (120, 128, True)),
+        *((32000, 128256, False), (49152, 49664, False), (64, 128, False), (384, 256, False)),
+    ],
 )
 def test_padding_and_another_vocabulary_are_told_apart(drafter_size, target_size, is_padding):
     """Bug: "different tokenizers" for one vocabulary in two paddings, or silence about two vocabularies."""
@@ -193,6 +198,55 @@ def test_an_equal_fingerprint_settles_the_vocabulary(warnings):
     assert warnings == []
     check_pair(target, drafter)
     assert "knows 64 tokens, the target 600" in warnings[0]
+
+
+SENTENCE = "the quick brown fox jumps over one lazy dog while seven other animals are asleep in their barn"
+WORDS = SENTENCE.split()
+
+
+def words_tokenizer(words):
+    """A tokenizer of whole words."""
+    vocab = {word: token_id for token_id, word in enumerate(words)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token=words[0])))
+
+
+def test_a_drafter_of_another_tokenizer_is_refused_naming_both(warnings, tmp_path):
+    """N26: the same number of tokens with other ids; every draft is rejected, and only a digest is warned of."""
+    target = named_target("org/target")
+    drafter = tiny_drafter(target)
+    record_target(drafter, target, words_tokenizer(WORDS))
+    drafter.save_pretrained(tmp_path / "drafter")
+    drafter = DFlowDrafter.from_pretrained(tmp_path / "drafter")
+    other = words_tokenizer(WORDS[::-1])
+    for check in (
+        lambda: check_pair(target, drafter, other),
+        lambda: dflow_greedy(target, drafter.double(), prompt_of(5), max_new_tokens=4, tokenizer=other),
+    ):
+        with pytest.raises(PairMismatchError, match="other tokenizer than that of the target org/target") as refusal:
+            check()
+        assert str(tmp_path) in str(refusal.value) and "'animals' is 12 for the drafter and 5 for" in str(refusal.value)
+    assert warnings == []
+
+
+def test_added_and_renamed_tokens_are_no_other_tokenizer(warnings):
+    """N26: a fine-tune that added a token or renamed a few loses its drafter."""
+    target = named_target("org/target")
+    drafter = tiny_drafter(target)
+    record_target(drafter, target, words_tokenizer(WORDS))
+    check_pair(target, drafter, words_tokenizer(WORDS))
+    assert warnings == []
+    for number, words in enumerate(([*WORDS, "<pad>"], ["<tool>", *WORDS[1:]]), 1):
+        check_pair(target, drafter, words_tokenizer(words))
+        assert len(warnings) == number and "DFlowDrafter may draft badly for the target org/target" in warnings[-1]
+
+
+def test_sizes_of_two_small_vocabularies_are_warned_of_naming_both(warnings):
+    """N26: 64 tokens against 128 taken for padding."""
+    target = named_target("org/target", vocab_size=128)
+    drafter = tiny_drafter(target, vocab_size=64)
+    for _ in range(2):
+        check_pair(target, drafter)
+    assert len(warnings) == 1 and "DFlowDrafter may draft badly for the target org/target: it knows 64" in warnings[0]
 
 
 def test_the_fingerprint_is_of_ids_and_tokens():
