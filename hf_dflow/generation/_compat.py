@@ -14,6 +14,8 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
+from hf_dflow.errors import UnsupportedGenerationError
+
 STATIC_IS_CROPPABLE = StaticLayer.is_croppable  # since 5.20 or so
 CACHE_NAMES = ("cache", "past_key_values")  # since 5.24, before
 BATCHED = ("attention_mask", "position_ids", "token_type_ids")  # tensors with a row for each row of the batch
@@ -48,6 +50,16 @@ def holds_holes(model: PreTrainedModel, cache: Cache) -> bool:
     if getattr(config, "alibi", False):
         return False
     return {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters)
+
+
+def num_layer_states(model: Any) -> int:
+    """How many layers return their states with `output_hidden_states=True`.
+
+    LongCat-Flash counts two layers for each module of `layers`, which returns states once.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    num_layers = model.config.get_text_config().num_hidden_layers
+    return min(num_layers, len(getattr(decoder, "layers", None) or ()) or num_layers)
 
 
 def fixed_rope_length(model: PreTrainedModel) -> int | None:
@@ -138,5 +150,16 @@ def capture_features(hidden_states: tuple[torch.Tensor, ...], layer_ids: list[in
     Layer id l is `hidden_states[l + 1]`: entry 0 is the embedding, the entry after the last layer carries the final
     norm. A *list* for `output_hidden_states` is indexed differently before and after 5.23, so True it is.
     """
-    device = hidden_states[layer_ids[0] + 1].device
-    return torch.cat([hidden_states[i + 1].to(device) for i in layer_ids], dim=-1)
+    num_states = len(hidden_states or ())
+    if max(layer_ids) + 1 >= num_states:
+        raise UnsupportedGenerationError(
+            f"the drafter reads the states of layer {max(layer_ids)} (target_layer_ids), but this target returns the "
+            f"states of {max(0, num_states - 1)} layers; decode without the drafter."
+        )
+    states = [hidden_states[layer_id + 1] for layer_id in layer_ids]
+    if len({state.shape[-1] for state in states}) > 1:
+        raise UnsupportedGenerationError(
+            f"the states of the layers {layer_ids}, which the drafter reads, have the different widths "
+            f"{[state.shape[-1] for state in states]} in this target; decode without the drafter."
+        )
+    return torch.cat([state.to(states[0].device) for state in states], dim=-1)

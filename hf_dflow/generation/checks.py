@@ -83,6 +83,11 @@ def check_inputs(model: PreTrainedModel, input_ids: torch.Tensor, max_length: in
     """
     if model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(f"{FLAG} does not support inputs_embeds; pass input_ids.")
+    if not input_ids.numel():
+        raise UnsupportedGenerationError(
+            f"{FLAG} needs a prompt of at least one token, got input_ids of the shape {tuple(input_ids.shape)}; begin "
+            "an empty prompt with the BOS token, and leave empty batches out."
+        )
     _check_cache(_compat.get_cache(model_kwargs), input_ids.shape[0])
     longest = _compat.fixed_rope_length(model)
     if longest is not None and max_length > longest:

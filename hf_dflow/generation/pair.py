@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_dflow.errors import PairMismatchError
+from hf_dflow.generation import _compat
+from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
 
 logger: Any = logging.get_logger(__name__)
@@ -50,33 +53,75 @@ def check_pair(
             f"The drafter is spread over {', '.join(sorted(map(str, devices)))} (meta: offloaded); load it onto one "
             "device, device_map=target.device."
         )
-    target, ours = model.config.get_text_config(), drafter.config
-    layers = target.num_hidden_layers
-    if ours.target_hidden_size != target.hidden_size:
-        _mismatch(f"hidden size {target.hidden_size}", f"{ours.target_hidden_size}")
-    if max(ours.target_layer_ids) >= layers:
-        _mismatch(f"{layers} layers", f"layer {max(ours.target_layer_ids)} (target_layer_ids)")
-    if ours.num_target_layers is not None and ours.num_target_layers != layers:
-        _mismatch(f"{layers} layers", f"{ours.num_target_layers} layers")
-    embedding: Any = getattr(model.get_input_embeddings(), "weight", None)
-    if ours.input_embedding == "raw" and embedding is None:
-        _mismatch("an input embedding without a weight matrix", "input_embedding='raw', which reads its rows")
-    if ours.input_embedding == "raw" and embedding.is_meta and type(model.get_input_embeddings()) is not nn.Embedding:
+    ours: Any = drafter.config
+    mismatch = shape_mismatch(model, ours)
+    if mismatch is not None:
+        raise PairMismatchError(
+            f"The drafter does not fit this target: the target has {mismatch.target_has}, the drafter was made for "
+            f"{mismatch.drafter_needs}. Load the drafter that was trained for this very model."
+        )
+    embedding = model.get_input_embeddings()
+    is_offloaded = ours.input_embedding == "raw" and embedding.weight.is_meta
+    if is_offloaded and type(embedding) is not nn.Embedding:
         raise PairMismatchError(
             "The target's input embedding is offloaded, and this drafter reads its rows (input_embedding='raw'). Keep "
             "the embedding on a device: name it in device_map."
         )
-    if ours.input_embedding != "own" and embedding is not None and ours.mask_token_id >= embedding.shape[0]:
-        _mismatch(f"{embedding.shape[0]} embedding rows", f"mask_token_id {ours.mask_token_id}")
     drafter.check_draft_vocabulary()
-    if ours.output_head == "target" and model.get_output_embeddings() is None:
-        _mismatch("no LM head", "output_head='target'")
     _check_tokens(model, drafter, tokenizer)
-    for difference in _differences(model, target, ours, tokenizer, chat_mode):
+    for difference in _differences(model, model.config.get_text_config(), ours, tokenizer, chat_mode):
         logger.warning_once(
             f"The drafter {_name_of(drafter)} may draft badly for the target {_name_of(model)}: {difference}. The text "
             "stays the target's own; for speed, load the drafter that was made for it."
         )
+
+
+@dataclass(frozen=True)
+class ShapeMismatch:
+    """A size in which a target differs from what a drafter reads."""
+
+    target_has: str
+    drafter_needs: str
+
+
+def shape_mismatch(model: PreTrainedModel, config: DFlowDrafterConfig) -> ShapeMismatch | None:
+    """The first size of a target that a drafter of this configuration cannot work with; `None` if it fits."""
+    target = model.config.get_text_config()
+    layers, last_tap = target.num_hidden_layers, max(config.target_layer_ids)
+    if config.target_hidden_size != target.hidden_size:
+        return ShapeMismatch(f"hidden size {target.hidden_size}", f"{config.target_hidden_size}")
+    if last_tap >= layers:
+        return ShapeMismatch(f"{layers} layers", f"layer {last_tap} (target_layer_ids)")
+    if config.num_target_layers is not None and config.num_target_layers != layers:
+        return ShapeMismatch(f"{layers} layers", f"{config.num_target_layers} layers")
+    if last_tap >= (num_states := _compat.num_layer_states(model)):
+        return ShapeMismatch(
+            f"{num_states} layers whose states it returns, though its configuration counts {layers}",
+            f"the states of layer {last_tap} (target_layer_ids)",
+        )
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weight: Any = getattr(embedding, "weight", None)
+    if config.input_embedding == "raw" and weight is None:
+        return ShapeMismatch(
+            "an input embedding without a weight matrix", "input_embedding='raw', which reads its rows"
+        )
+    if config.input_embedding != "own" and weight is not None and config.mask_token_id >= weight.shape[0]:
+        return ShapeMismatch(f"{weight.shape[0]} embedding rows", f"mask_token_id {config.mask_token_id}")
+    width = weight.shape[-1] if config.input_embedding == "raw" else getattr(embedding, "embedding_dim", None)
+    if config.input_embedding != "own" and width not in (None, config.hidden_size):
+        return ShapeMismatch(
+            f"input embeddings of width {width} for states of width {target.hidden_size}",
+            f"embeddings of width {config.hidden_size} (input_embedding='{config.input_embedding}')",
+        )
+    if config.output_head == "target":
+        if head is None:
+            return ShapeMismatch("no LM head", "output_head='target'")
+        width = getattr(head, "in_features", None)
+        if width not in (None, config.hidden_size):
+            return ShapeMismatch(
+                f"an LM head that reads {width} features", f"one that reads {config.hidden_size} (output_head='target')"
+            )
+    return None
 
 
 def _check_tokens(model: PreTrainedModel, drafter: DFlowDrafter, tokenizer: Any) -> None:
@@ -178,11 +223,4 @@ def _is_repository(name: Any) -> bool:
     """Whether a name is a Hub repository's, not a folder's: a folder may have any name."""
     return (
         isinstance(name, str) and name.count("/") == 1 and not os.path.exists(name) and not name.startswith((".", "/"))
-    )
-
-
-def _mismatch(has: str, wants: str) -> None:
-    raise PairMismatchError(
-        f"The drafter does not fit this target: the target has {has}, the drafter was made for {wants}. Load the "
-        "drafter that was trained for this very model."
     )

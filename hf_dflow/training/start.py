@@ -9,7 +9,8 @@ import torch
 from transformers.utils import logging
 
 from hf_dflow.errors import DFlowError, DrafterConfigError
-from hf_dflow.generation.pair import check_pair
+from hf_dflow.generation._compat import num_layer_states
+from hf_dflow.generation.pair import check_pair, shape_mismatch
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.config import TrainingConfig, TrainingConfigError
@@ -72,10 +73,17 @@ def resolve(
         resolved.evaluate_every = max(LEAST_UPDATES_BETWEEN_EVALUATIONS, training.updates // EVALUATIONS_PER_RUN)
     resolved.check()
     _check_fits_target(resolved, target)
-    if drafter is None:
-        drafter_config(target, resolved).check()
-    else:
+    if drafter is not None:
         check_pair(target, drafter)
+        return resolved
+    config = drafter_config(target, resolved)
+    config.check()
+    mismatch = shape_mismatch(target, config)
+    if mismatch is not None:
+        raise DFlowError(
+            f"no new drafter fits this target, which has {mismatch.target_has}: a drafter reads "
+            f"{mismatch.drafter_needs}; train one for another target"
+        )
     return resolved
 
 
@@ -92,8 +100,7 @@ def _from_target(
     return {
         "num_hidden_layers": num_layers,
         "block_size": training.block_size or DEFAULT_BLOCK,
-        "target_layer_ids": training.target_layer_ids
-        or spread_layers(target.config.get_text_config().num_hidden_layers),
+        "target_layer_ids": training.target_layer_ids or spread_layers(num_layer_states(target)),
         "mask_token_id": mask_token_id,
         "initialise_from_target": is_copied,
     }
@@ -147,9 +154,9 @@ def _check_fits_target(training: TrainingConfig, target: Any) -> None:
     layer_ids: Any = training.target_layer_ids
     mask_token_id: Any = training.mask_token_id
     config = target.config.get_text_config()
-    if max(layer_ids) >= config.num_hidden_layers:
+    if max(layer_ids) >= num_layer_states(target):
         raise TrainingConfigError(
-            f'"target_layer_ids" is {layer_ids}; this target has the layers 0 … {config.num_hidden_layers - 1}'
+            f'"target_layer_ids" is {layer_ids}; this target has the layers 0 … {num_layer_states(target) - 1}'
         )
     if mask_token_id >= target.get_input_embeddings().weight.shape[0]:
         raise TrainingConfigError(
