@@ -49,14 +49,16 @@ def tiny_training(**changes) -> TrainingConfig:
     return replace(training, **changes)
 
 
-def tiny_trainer(output: Path, *, rows=None, target=None, drafter=None, prompts=None, **changes) -> Trainer:
+def tiny_trainer(
+    output: Path, *, rows=None, target=None, drafter=None, prompts=None, report_to=None, **changes
+) -> Trainer:
     """A trainer of the tiny run in `output`; `changes` are fields of its configuration."""
     target = training_target() if target is None else target
     rows = tiny_rows() if rows is None else rows
     training = tiny_training(**changes)
     layer_ids = training.target_layer_ids or list(drafter.config.target_layer_ids)
     store = LiveFeatures(rows, target, layer_ids)
-    return Trainer(training, target, rows, store, output, drafter, prompts=prompts)
+    return Trainer(training, target, rows, store, output, drafter, prompts=prompts, report_to=report_to)
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:

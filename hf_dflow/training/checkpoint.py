@@ -162,30 +162,40 @@ def _process_file(folder: Path, process: int) -> Path:
 # -- reading
 
 
-def read_state(folder: Path, expected: RunState, advice: str) -> RunState:
-    """The state in `folder`, checked against the run that is to resume from it.
+def read_state(folder: Path, advice: str) -> RunState:
+    """The state in `folder`.
 
     Raises:
-        DFlowError: Something in its identity differs; the message names both values.
+        DFlowError: It is missing or damaged.
     """
     try:
         record = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        state = RunState(record["identity"], record["counters"])
+        return RunState(record["identity"], record["counters"])
     except (OSError, ValueError, KeyError) as error:
         raise DFlowError(f"{folder} cannot be resumed: {STATE} is missing or damaged ({error}); {advice}") from error
-    identity = json.loads(json.dumps(expected.identity))
-    differences = [_difference(part, state.identity.get(part), identity[part]) for part in identity]
-    if any(differences):
-        raise DFlowError(f"{folder} belongs to another run: {', '.join(filter(None, differences))}; {advice}")
-    return state
 
 
-def _difference(part: str, was: Any, now: Any) -> str:
-    """In words, empty if there is none; a setting that an older version did not write counts as left open."""
+def check_identity(folder: Path, state: RunState, identity: dict[str, Any], advice: str) -> None:
+    """Raise [`DFlowError`] where the run of this identity is not that of the checkpoint, naming what differs."""
+    identity = json.loads(json.dumps(identity))
+    differences = [text for part in identity for text in _differences(part, state.identity.get(part), identity[part])]
+    if differences:
+        raise DFlowError(f"{folder} belongs to another run: {', '.join(differences)}; {advice}")
+
+
+def _differences(name: str, was: Any, now: Any) -> list[str]:
+    """Each differing value in words; a setting that an older version did not write counts as left open."""
     if isinstance(was, dict) and isinstance(now, dict):
-        keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-        return ", ".join(f"{part} {key!r} was {was.get(key)!r} and is {now.get(key)!r}" for key in keys)
-    return "" if was == now else f"{part} was {was!r} and is {now!r}"
+        return [text for key in {**was, **now} for text in _differences(f"{name} '{key}'", was.get(key), now.get(key))]
+    if was == now:
+        return []
+    are_objects = [isinstance(value, list) and all(isinstance(part, dict) for part in value) for value in (was, now)]
+    if all(are_objects) and len(was) == len(now):
+        parts = enumerate(zip(was, now, strict=True), 1)
+        return [text for number, both in parts for text in _differences(f"{name} {number}", *both)]
+    if all(are_objects):
+        return [f"{name} had {len(was)} entries and has {len(now)}"]
+    return [f"{name} was {json.dumps(was)} and is {json.dumps(now)}"]
 
 
 def load_training_state(folder: Path, drafter: DFlowDrafter, optimizer: torch.optim.Optimizer) -> None:

@@ -96,6 +96,15 @@ def train(
     config: Annotated[Path | None, typer.Option(help="JSON file that describes the run; --preset otherwise.")] = None,
     preset: Annotated[str, typer.Option(help="cpu (minutes for a small model) or gpu (the papers' sizes).")] = "cpu",
     updates: Annotated[int | None, typer.Option(min=1, help="In all; each stage in proportion.")] = None,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Train the finished run in OUTPUT further, up to more --updates.")
+    ] = False,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="The highest; those of other stages in proportion.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rows in an update of each process; narrower stages in proportion.")
+    ] = None,
     start_from: Annotated[
         str | None, typer.Option("--from", help="Continue from this drafter (DFlash or DFlow; folder or Hub name).")
     ] = None,
@@ -110,6 +119,10 @@ def train(
     max_length: Annotated[int, typer.Option(min=2, help="Longer rows are left out, in tokens.")] = 1024,
     seed: Annotated[int | None, typer.Option(min=0, help="Of initialisation, data order and anchors.")] = None,
     revision: Annotated[str | None, typer.Option(help="Of the target on the Hub.")] = None,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(help="tensorboard (the default, if installed), wandb, trackio, mlflow … or none; repeatable."),
+    ] = None,
     threads: ThreadsOption = None,
 ) -> None:
     """Train a drafter for TARGET on its own answers, evaluate it by decoding, and save it to OUTPUT/drafter."""
@@ -132,21 +145,33 @@ def train(
     if train_only == "relay" and not config:
         fields["stages"] = [stage for stage in fields["stages"] if stage["relay_rounds"]]
     training = TrainingConfig.from_dict(fields, str(config or f"preset {preset}"))
+    if updates is not None:
+        training = training.with_updates(updates)
+    if learning_rate is not None:
+        training = training.with_learning_rate(learning_rate)
+    if batch is not None:
+        training = training.with_rows(batch)
+    training.check("--learning-rate" if learning_rate is not None else str(config or f"preset {preset}"))
 
-    from hf_dflow.training import run
+    from hf_dflow.training import log, run
+
+    trackers = None if report_to is None else [name for name in report_to if name != "none"]
+    log.check_trackers(trackers or [])
 
     use_threads(threads)
     report = run.train(
         target,
         data,
         output,
-        training if updates is None else training.with_updates(updates),
+        training,
         start_from=start_from,
         features=None if features in (None, "none") else Path(features or ""),
         compute_live=features == "none",
         revision=revision,
         max_length=max_length,
         held_out_share=held_out,
+        extend=extend,
+        report_to=trackers,
     )
     if report.is_main_process:
         typer.echo(report)

@@ -142,6 +142,23 @@ class TrainingConfig:
         stages = [replace(stage, updates=length) for stage, length in zip(self.stages, lengths, strict=True)]
         return replace(self, stages=stages)
 
+    def with_learning_rate(self, learning_rate: float) -> "TrainingConfig":
+        """The same run with another highest learning rate, those of the other stages in proportion."""
+        highest = max(stage.learning_rate for stage in self.stages)
+        rates = [learning_rate if stage.learning_rate == highest else stage.learning_rate * learning_rate / highest
+                 for stage in self.stages]  # fmt: skip
+        stages = [replace(stage, learning_rate=rate) for stage, rate in zip(self.stages, rates, strict=True)]
+        return replace(self, stages=stages)
+
+    def with_rows(self, rows: int) -> "TrainingConfig":
+        """The same run with `rows` in the widest stage's updates, and those of the other stages in proportion."""
+        widest = max(stage.rows_per_update for stage in self.stages)
+        stages = [
+            replace(stage, rows_per_update=max(1, round(stage.rows_per_update * rows / widest)))
+            for stage in self.stages
+        ]
+        return replace(self, stages=stages)
+
     def check(self, where: str = "training configuration") -> None:
         """Raise [`TrainingConfigError`] for the first impossible value."""
 

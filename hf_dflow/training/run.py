@@ -74,6 +74,8 @@ def train(
     revision: str | None = None,
     max_length: int = 1024,
     held_out_share: float = 0.06,
+    extend: bool = False,
+    report_to: list[str] | None = None,
 ) -> TrainingReport:
     """Train a drafter; resumes by itself where `output` holds checkpoints of the same run.
 
@@ -86,6 +88,8 @@ def train(
         compute_live (`bool`, *optional*, defaults to `False`): Cache nothing; compute target states at each update.
         max_length (`int`, *optional*, defaults to 1024): Longer rows are left out.
         held_out_share (`float`, *optional*, defaults to 0.06): Of the prompts, by their hash; never trained on.
+        extend (`bool`, *optional*, defaults to `False`): Train the finished run in `output` up to more updates.
+        report_to (`list[str]`, *optional*): Trackers of accelerate; TensorBoard, if it is installed, by default.
 
     Raises:
         DFlowError: What cannot work, before the first update wherever the reason can be known then.
@@ -108,7 +112,9 @@ def train(
     store = _open_features(accelerator, rows, target, training, feature_folder)
     shown_name = target_name if not Path(target_name).exists() else Path(target_name).resolve().name
     prompts = held_out_prompts(held_out)
-    trainer = Trainer(training, target, rows, store, output, drafter, prompts=prompts, target_name=shown_name)
+    trainer = Trainer(
+        training, target, rows, store, output, drafter, prompts=prompts, target_name=shown_name, report_to=report_to
+    )
     for path, file in zip(data, files, strict=True):
         written_by = (file.header or {}).get("target", {}).get("weights")
         if written_by not in (None, trainer.identity["target"]):
@@ -118,8 +124,11 @@ def train(
             )
     num_parameters = sum(parameter.numel() for parameter in trainer.parameters)
     accelerator.print(f"{len(rows)} rows to train on, {len(held_out)} held out; {num_parameters:,} parameters trained")
-    if trainer.resume():
+    if trainer.resume(extend=extend):
+        training = trainer.training  # the extended run's
         accelerator.print(f"resumed after update {trainer.update} of {training.updates}")
+    elif extend:
+        raise DFlowError(f"{output} holds no run to extend; leave --extend out")
     # After `resume`, which compares what a run must have in common: the record of the target is not part of that.
     record_pair(trainer.drafter, target, tokenizer, files)
     with accelerator.main_process_first():  # the others find everything there

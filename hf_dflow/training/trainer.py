@@ -5,13 +5,15 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.drafter import DFlowDrafter
@@ -21,7 +23,7 @@ from hf_dflow.training.data import TrainingRow, supervised_ids
 from hf_dflow.training.evaluate import DecodingCounts, decode
 from hf_dflow.training.features import LiveFeatures
 from hf_dflow.training.frozen_target import linear_head, weights_digest
-from hf_dflow.training.log import RunLog
+from hf_dflow.training.log import TENSORBOARD, RunLog
 from hf_dflow.training.loss import CandidateVocabulary, decayed_cross_entropy, draftable_ids, head_rows, slot_targets
 from hf_dflow.training.packing import Anchors, RowOrder, Sequences, lay_out
 from hf_dflow.training.rounds import Relayed, RoundResult, draft_round, next_round, previous_embeds
@@ -29,6 +31,7 @@ from hf_dflow.training.start import continued_drafter, new_drafter, resolve
 
 PLAIN_DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
 ADVICE = "use another output folder, or --from that checkpoint to start a new run with its weights"
+EXTEND_ADVICE = "--extend trains a finished run further, whose last stage gets the additional updates; otherwise "
 
 
 @dataclass
@@ -52,6 +55,8 @@ class Trainer:
         drafter (`DFlowDrafter`, *optional*): Whose weights to start from; a new one otherwise.
         prompts (`list[list[int]]`, *optional*): Held-out prompts to decode while training.
         target_name (`str`, *optional*): Recorded in the drafter's configuration.
+        report_to (`list[str | GeneralTracker]`, *optional*): Trackers of accelerate, "tensorboard" among them;
+            TensorBoard, if it is installed, by default.
 
     Raises:
         DFlowError: Before any update: nothing is supervised, or the drafter contradicts the configuration.
@@ -68,9 +73,11 @@ class Trainer:
         *,
         prompts: list[list[int]] | None = None,
         target_name: str | None = None,
+        report_to: Sequence[str | GeneralTracker] | None = None,
     ):
         data_ids = supervised_ids(rows)
-        self.accelerator = Accelerator()
+        trackers = [] if report_to is None else [tracker for tracker in report_to if tracker != TENSORBOARD]
+        self.accelerator = Accelerator(log_with=trackers or None, project_dir=output)
         _check_launch(self.accelerator, training)
         self.training = resolve(training, target, data_ids, drafter)
         self.target, self.rows, self.store, self.output = target.requires_grad_(False), rows, store, output
@@ -95,7 +102,13 @@ class Trainer:
         )
         self.head = linear_head(self.drafter, target)
         self.update = self.rows_drawn = self.skipped = self.skipped_in_row = 0
-        self.log = RunLog(output, self.training.updates, is_main=self.accelerator.is_main_process)
+        self.log = RunLog(
+            output,
+            self.training.updates,
+            is_main=self.accelerator.is_main_process,
+            accelerator=self.accelerator if trackers else None,
+            use_tensorboard=report_to is None or TENSORBOARD in report_to,
+        )
 
     # -- one update
 
@@ -209,7 +222,7 @@ class Trainer:
             DFlowError: `max_skips_in_row` updates in a row were skipped, or a weight is not finite.
         """
         with self.log:
-            self.log.start(self.update)
+            self.log.start(self.update, self.training.to_dict())
             if self.update == 0:
                 self.evaluate()  # also shows that this target can be decoded with a drafter at all
             first = 0
@@ -316,8 +329,13 @@ class Trainer:
             checkpoint.finish(partial, self.update, self.training.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
-    def resume(self) -> bool:
+    def resume(self, *, extend: bool = False) -> bool:
         """Resume from the newest complete checkpoint in the output folder; `False` if there is none.
+
+        Args:
+            extend (`bool`, *optional*, defaults to `False`): Train a finished run further, up to as many updates as
+                this one has. Its last stage gets the additional ones and its learning rate the longer stage's schedule;
+                `self.training` becomes the extended run's configuration.
 
         Raises:
             DFlowError: It belongs to a run with another configuration, drafter, target, data or number of processes.
@@ -325,7 +343,15 @@ class Trainer:
         saved = checkpoint.checkpoints(self.output)
         if not saved:
             return False
-        state = checkpoint.read_state(saved[-1], self.state(), ADVICE)
+        state = checkpoint.read_state(saved[-1], ADVICE)
+        identity, extended = self.identity, self._extended(saved[-1], state) if extend else None
+        if extended is not None:
+            identity = {**identity, "configuration": state.identity["configuration"]}
+        is_longer = not extend and self.training.updates > _stored_updates(state)
+        checkpoint.check_identity(saved[-1], state, identity, EXTEND_ADVICE * is_longer + ADVICE)
+        if extended is not None:
+            self.training = extended
+            del self.identity  # later checkpoints are the extended run's
         for name, value in state.counters.items():
             setattr(self, name, value)
         checkpoint.load_training_state(saved[-1], self.drafter, self.optimizer)
@@ -336,11 +362,34 @@ class Trainer:
             torch.cuda.set_rng_state(generators["cuda"], self.target.device)
         return True
 
+    def _extended(self, folder: Path, state: checkpoint.RunState) -> TrainingConfig | None:
+        """The configuration of the run in `folder` with this one's number of updates; `None` where the two differ in
+        more than that, which `check_identity` says in words."""
+        stored = TrainingConfig.from_dict(state.identity["configuration"], str(folder))
+        added = self.training.updates - stored.updates
+        # Between evaluations lie by default a tenth of the updates.
+        adopted = replace(self.training, stages=stored.stages, evaluate_every=stored.evaluate_every)
+        own, others = ([replace(stage, updates=1) for stage in run.stages] for run in (self.training, stored))
+        if adopted != stored or own != others:
+            return None
+        if added < 0 or (added and state.counters["update"] < stored.updates):
+            raise DFlowError(
+                f"{folder} is at update {state.counters['update']} of {stored.updates} and cannot be extended to "
+                f"{self.training.updates}: let it finish with its own settings first, then name a larger number of "
+                "updates"
+            )
+        *earlier, last = stored.stages
+        return replace(adopted, stages=[*earlier, replace(last, updates=last.updates + added)])
+
     def _generator_states(self) -> dict[str, torch.Tensor]:
         states = {"draws": self.generator.get_state(), "torch": torch.get_rng_state()}
         if self.target.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.target.device)
         return states
+
+
+def _stored_updates(state: checkpoint.RunState) -> int:
+    return sum(stage["updates"] for stage in state.identity.get("configuration", {}).get("stages", []))
 
 
 def _check_launch(accelerator: Accelerator, training: TrainingConfig) -> None:

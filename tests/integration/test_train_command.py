@@ -141,6 +141,9 @@ def test_a_finished_run_only_saves_and_a_new_one_may_continue_from_it(trained, f
         (["--preset", "tpu"], "--preset tpu is unknown; use one of cpu, gpu"),
         (["--train-only", "head"], '"train_only" is \'head\'; give one of null, "relay", "correction"'),
         (["--updates", "1"], "1 updates for 2 stages"),
+        (["--learning-rate", "0"], '--learning-rate, stage 1: "learning_rate" is 0.0; give a number above 0'),
+        (["--report-to", "tensorbored"], "--report-to tensorbored is unknown; use none or one of"),
+        (["--report-to", "comet_ml"], "--report-to comet_ml: the package comet_ml is not installed"),
         (["--held-out", "0.9", "--max-length", "5"], "no row"),
     ],
 )
@@ -161,6 +164,25 @@ def test_what_cannot_be_trained_is_refused_before_any_target_state_is_computed(t
     other.save_pretrained(tmp_path / "other")
     result = invoke(*command(files, tmp_path / "run", "--from", tmp_path / "other"))
     assert result.exit_code == 2 and "does not fit this target" in result.stderr
+
+
+def test_learning_rate_batch_and_length_of_a_finished_run_have_flags(files, tmp_path, monkeypatch):
+    """N23: a JSON file for the two numbers that everybody changes; `--updates` on a finished run is an error."""
+    stages = [replace(STAGES[0], updates=1), replace(STAGES[1], updates=1, learning_rate=5e-4, rows_per_update=4)]
+    monkeypatch.setitem(
+        PRESETS, "cpu", tiny_training(stages=stages, evaluate_every=0, evaluate_tokens=4, evaluate_prompts=1)
+    )
+    options = ("--learning-rate", 0.01, "--batch", 2, "--report-to", "none")
+    result = invoke(*command(files, tmp_path, *options, "--updates", 2, "--extend"))
+    assert result.exit_code == 2 and "holds no run to extend" in result.stderr
+    succeed(*command(files, tmp_path, *options, "--updates", 2))
+    result = invoke(*command(files, tmp_path, *options, "--updates", 4))
+    assert result.exit_code == 2 and "--extend trains a finished run further" in result.stderr.replace("\n", " ")
+    result = succeed(*command(files, tmp_path, *options, "--updates", 4, "--extend"))
+    assert "resumed after update 2 of 4" in result.output and "4 updates (0 skipped)" in result.output
+    record = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    settings = [(stage["updates"], stage["learning_rate"], stage["rows_per_update"]) for stage in record["stages"]]
+    assert settings == [(1, 0.01, 1), (3, 0.005, 2)] and not (tmp_path / "tensorboard").exists()
 
 
 def test_rows_of_another_tokenizer_are_refused_and_a_run_that_learned_nothing_saves_nothing(

@@ -74,7 +74,15 @@ def test_checkpoint_is_a_drafter_and_keeps_training_state_apart(straight):
 NARROW = {"target_layer_ids": [0, 2], "num_hidden_layers": 1, "layer_types": ["full_attention"]}
 OTHERS = {
     "seed": (lambda: {"seed": 1}, "configuration 'seed' was 0 and is 1"),
-    "stages": (lambda: {"stages": [replace(STAGES[0], updates=2)]}, "configuration 'stages' was"),
+    "a stage": (
+        lambda: {"stages": [replace(STAGES[0], updates=2)]},
+        "configuration 'stages' 1 'updates' was 1 and is 2",
+    ),
+    "stages": (lambda: {"stages": STAGES}, "configuration 'stages' had 1 entries and has 2"),
+    "open": (
+        lambda: {"train_only": "relay", "stages": [replace(STAGES[1], updates=1)]},
+        "'train_only' was null and is",
+    ),
     "block": (lambda: {"block_size": 3}, "configuration 'block_size' was 4 and is 3"),
     "rows": (lambda: {"rows": tiny_rows(seed=1)}, "data was"),
     "target": (lambda: {"target": tiny_target("llama", dtype=training_target().dtype, seed=1)}, "target was"),
@@ -103,3 +111,60 @@ def test_resuming_another_run_is_refused_in_words(one_update, name):
     with pytest.raises(DFlowError, match=message) as refusal:
         tiny_trainer(folder, **{**options, **changes()}).resume()
     assert "use another output folder" in str(refusal.value)
+    assert not set("{}") & set(str(refusal.value)), "words, no Python dicts"
+    assert ("--extend" in str(refusal.value)) == (name in ("a stage", "stages"))
+
+
+def lengthened(updates: int, **changes) -> dict:
+    return {"stages": [replace(STAGES[0], updates=updates, **changes)]}
+
+
+def test_a_finished_run_is_extended_and_its_last_stage_goes_on(tmp_path):
+    """N23: a run of 30 updates cannot begin with a finished one of 20, or begins anew with its weights alone."""
+    tiny_trainer(tmp_path, **lengthened(2)).run()
+    before = checkpoint.checkpoints(tmp_path)[-1]
+    extended = tiny_trainer(tmp_path, **lengthened(4))
+    assert extended.resume(extend=True) and (extended.update, extended.training.updates) == (2, 4)
+    assert extended.optimizer.state, "the optimiser goes on too"
+    extended.run()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [before.name, "checkpoint-4"]
+    again = tiny_trainer(tmp_path, **lengthened(4))
+    assert again.resume() and differing(weights_of(again), weights_of(extended)) == []
+
+
+def test_all_that_is_added_goes_into_the_last_stage(tmp_path):
+    """N23: stages that are over become longer, and the last checkpoint's update falls into one that it never was in."""
+    short = [replace(STAGES[0], updates=2), replace(STAGES[1], updates=1)]
+    tiny_trainer(tmp_path, stages=short).run()
+    longer = {"stages": [replace(STAGES[0], updates=4), replace(STAGES[1], updates=2)]}
+    extended = tiny_trainer(tmp_path, **longer)
+    assert extended.resume(extend=True)
+    assert [stage.updates for stage in extended.training.stages] == [2, 4]
+    extended.run()
+    again = tiny_trainer(tmp_path, **longer)
+    assert again.resume(extend=True) and [stage.updates for stage in again.training.stages] == [2, 4]
+    with pytest.raises(DFlowError, match="'stages' 1 'updates' was 2 and is 4"):
+        tiny_trainer(tmp_path, **longer).resume()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lengthened(1), "cannot be extended to 1"),
+        (lengthened(5, learning_rate=0.5), "'stages' 1 'learning_rate' was 0.001 and is 0.5"),
+        ({**lengthened(5), "seed": 1}, "'seed' was 0 and is 1"),
+    ],
+)
+def test_only_a_longer_run_of_the_same_kind_extends_another(tmp_path, changes, message):
+    """N23: an extension that takes another run's weights, or trains updates backwards."""
+    tiny_trainer(tmp_path, **lengthened(2)).run()
+    with pytest.raises(DFlowError, match=message):
+        tiny_trainer(tmp_path, **changes).resume(extend=True)
+
+
+def test_a_run_that_has_not_finished_is_not_extended(tmp_path):
+    """N23: a schedule that changes in its middle, without a word."""
+    trainer = tiny_trainer(tmp_path, **lengthened(2))
+    trainer.save()
+    with pytest.raises(DFlowError, match="is at update 0 of 2 and cannot be extended to 5: let it finish"):
+        tiny_trainer(tmp_path, **lengthened(5)).resume(extend=True)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate.tracking import GeneralTracker
 from kit import MASK_TOKEN_ID, tiny_target
 from trainer_kit import (
     MASK_STAGE,
@@ -104,6 +105,39 @@ def test_log_holds_lines_and_tensorboard_the_same_numbers(tmp_path):
     events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     curves = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert curves == {"losses/0": [(5, 2.0)], "losses/1": [(5, 3.0)], "tokens_per_step": [(5, 1.5)]}
+
+
+class Recording(GeneralTracker):
+    name, requires_logging_directory = "recording", False
+
+    def __init__(self):
+        super().__init__()
+        self.settings, self.logged, self.is_finished = {}, [], False
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        self.settings = values
+
+    def log(self, values, step=None, **kwargs):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.is_finished = True
+
+
+def test_trackers_get_the_numbers_of_the_log(tmp_path):
+    """N23: curves only in files of this machine; or a tracker that gets other numbers, or is never closed."""
+    tracker = Recording()
+    trainer = tiny_trainer(tmp_path, stages=[replace(MASK_STAGE, updates=2)], log_every=1, report_to=[tracker])
+    trainer.run()
+    assert [step for step, _ in tracker.logged] == [1, 2] and tracker.is_finished
+    for (_, values), line in zip(tracker.logged, log_of(tmp_path), strict=True):
+        assert values["losses/0"] == line["losses"][0] and values["learning_rate"] == line["learning_rate"]
+    assert tracker.settings["block_size"] == 4 and '"updates": 2' in tracker.settings["stages"]
+    assert not (tmp_path / "tensorboard").exists(), "only what was asked for"
 
 
 def test_mask_token_is_never_among_what_the_data_needs(tmp_path):
