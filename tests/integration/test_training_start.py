@@ -225,7 +225,8 @@ SCALED = {
 
 
 def rope_of(kind: str, part: float) -> dict:
-    rope = {"rope_type": kind, "rope_theta": 5000.0, "partial_rotary_factor": part, **SCALED[kind]}
+    rope = {"rope_type": kind, "rope_theta": 5000.0, **SCALED[kind]}
+    rope |= {} if part == 1.0 else {"partial_rotary_factor": part}
     if kind == "longrope":
         frequencies = int(HALF_OF_A_HEAD * part)
         rope |= {"short_factor": [1.0] * frequencies, "long_factor": [2.0] * frequencies}
@@ -271,7 +272,7 @@ def test_rotary_settings_by_kind_of_layer_and_of_modalities():
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({**rope_of("longrope", 0.5), "partial_rotary_factor": 1.0}, "cannot be computed for heads of 8"),
+        ({**rope_of("longrope", 1.0), "short_factor": [1.0] * 2}, "cannot be computed for heads of 8"),
         ({**rope_of("longrope", 1.0), "long_factor": [2.0] * 3}, "cannot be computed for heads of 8"),
         (rope_of("longrope", 0.5), "turn 4 channels of heads with 'head_dim' 8"),
         (rope_of("yarn", 0.5), "turn 4 channels"),
