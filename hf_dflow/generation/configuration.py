@@ -1,10 +1,12 @@
 """The options of `speculation_type="dflow"` and the one place where their precedence is decided."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import SPECULATION_TYPE
@@ -16,8 +18,10 @@ from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO, LARGEST_TREE
 from hf_dflow.kernels import BACKENDS
 from hf_dflow.model.drafter import DFlowDrafter
 
+logger: Any = logging.get_logger(__name__)
 SAMPLING_RULES = ("token", "block")
 SWITCHED_OFF = ("tree_budget", "acceptance_threshold")  # by False, whatever the drafter's defaults say
+LOSSY = ("acceptance_threshold",)  # taken from the caller only, never from a drafter's recorded defaults
 CHAT_MODES = ("thinking", "non-thinking", "chat", "raw")
 
 
@@ -112,6 +116,7 @@ class DFlowGenerationConfig(GenerationConfig):
     def __init__(self, **kwargs):
         options = {name: kwargs.pop(name, None) for name in OPTION_NAMES}
         kwargs.setdefault("speculation_type", SPECULATION_TYPE)
+        refuse_misspelt([name for name in kwargs if not _is_known(name)], "DFlowGenerationConfig")
         super().__init__(**kwargs)
         for name, value in options.items():
             setattr(self, name, value)
@@ -123,15 +128,56 @@ class DFlowGenerationConfig(GenerationConfig):
         return record
 
 
+def _is_known(name: str) -> bool:
+    """Whether a [`~generation.GenerationConfig`] has such a field; private ones it writes into files itself."""
+    return name.startswith("_") or name in vars(_PLAIN) or name in FILE_FIELDS
+
+
+_PLAIN = GenerationConfig()
+FILE_FIELDS = ("transformers_version", "return_unused_kwargs", "generation_kwargs")
+
+
+def refuse_misspelt(unknown: Sequence[str], place: str, cutoff: float = 0.0) -> None:
+    """Refuse names that are no options.
+
+    Args:
+        unknown (`Sequence[str]`): Names that nothing takes.
+        place (`str`): Where they were given.
+        cutoff (`float`, *optional*, defaults to 0): Only names that are at least so similar to an option's, 0 to 1.
+
+    Raises:
+        UnsupportedGenerationError: Naming the nearest option of each.
+    """
+    known = [*OPTION_NAMES, *(name for name in vars(_PLAIN) if not name.startswith("_"))]
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=cutoff) for name in unknown}
+    misspelt = [name for name, matches in near.items() if matches or cutoff == 0.0]
+    if misspelt:
+        hints = ", ".join(f"{name!r} (did you mean {near[name][0]!r}?)" for name in misspelt)
+        raise UnsupportedGenerationError(
+            f'{place} has no option {hints}; options of speculation_type="{SPECULATION_TYPE}" are '
+            f"{', '.join(OPTION_NAMES)}."
+        )
+
+
 def resolve_options(
     drafter: DFlowDrafter, generation_config: GenerationConfig, overrides: dict[str, Any] | None = None
 ) -> DFlowOptions:
     """Options of one call: `overrides` > `generation_config` > the drafter's recorded defaults > the package's.
 
+    Lossy options are never taken from the drafter's defaults: a checkpoint cannot make output lossy.
+
     Raises:
         UnsupportedGenerationError: An option has an impossible value for this drafter, or contradicts another.
     """
-    sources = [overrides or {}, vars(generation_config), drafter.config.generation_defaults or {}]
+    recorded = drafter.config.generation_defaults or {}
+    for name in LOSSY:
+        if recorded.get(name) is not None:
+            logger.warning_once(
+                f"The drafter's config.json sets {name}={recorded[name]!r}, which would make the output lossy; it is "
+                f"ignored. Pass {name} yourself if you want it."
+            )
+    recorded = {name: value for name, value in recorded.items() if name not in LOSSY}
+    sources = [overrides or {}, vars(generation_config), recorded]
     chosen = {
         name: next((source[name] for source in sources if source.get(name) is not None), None) for name in OPTION_NAMES
     }

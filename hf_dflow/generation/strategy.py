@@ -1,4 +1,4 @@
-"""The only seam into `generate`: two methods of `GenerationMixin`, wrapped once and given back on request.
+"""The only seam into `generate`: three methods of `GenerationMixin`, wrapped once and given back on request.
 
 It installs itself as soon as transformers' generation is imported, when the rest of transformers may not be there yet.
 So what the wrappers call is imported once a call needs it.
@@ -12,7 +12,7 @@ from transformers.generation.utils import GenerationMixin
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import SPECULATION_TYPE
 
-WRAPPED = ("_validate_generation_mode", "_assisted_decoding")
+WRAPPED = ("_prepare_generation_config", "_validate_generation_mode", "_assisted_decoding")
 
 
 def install() -> None:
@@ -42,6 +42,24 @@ def _is_ours(drafter: Any) -> bool:
 def _remember(wrapper: Any, original):
     wrapper._hf_dflow_original = original
     return wrapper
+
+
+def _wrap_configuration(original):
+    @functools.wraps(original)
+    def _prepare_generation_config(self, generation_config, **kwargs):
+        speculation_type = kwargs.get("speculation_type", getattr(generation_config, "speculation_type", None))
+        if speculation_type != SPECULATION_TYPE:
+            return original(self, generation_config, **kwargs)
+        from hf_dflow.generation.configuration import OPTION_NAMES, refuse_misspelt
+
+        options = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
+        prepared, model_kwargs = original(self, generation_config, **kwargs)
+        refuse_misspelt([name for name in kwargs if name in model_kwargs], "generate", cutoff=0.8)
+        for name, value in options.items():
+            setattr(prepared, name, value)
+        return prepared, model_kwargs
+
+    return _remember(_prepare_generation_config, original)
 
 
 def _wrap_validation(original):
@@ -88,6 +106,10 @@ def _wrap_assisted_decoding(original):
     return _remember(_assisted_decoding, original)
 
 
-_WRAPPERS = {"_validate_generation_mode": _wrap_validation, "_assisted_decoding": _wrap_assisted_decoding}
+_WRAPPERS = {
+    "_prepare_generation_config": _wrap_configuration,
+    "_validate_generation_mode": _wrap_validation,
+    "_assisted_decoding": _wrap_assisted_decoding,
+}
 
 install()
