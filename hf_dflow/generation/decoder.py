@@ -275,7 +275,7 @@ class BlockLoop:
         is_drafting = [
             not (row.policy.is_off or emission.is_last) for row, emission in zip(rows, emissions, strict=True)
         ]
-        self.draft.cache.append_context(
+        self.draft.extend_context(
             features[:, : max(counts)],
             [row.next_position for row in rows],
             [count if drafts else 0 for count, drafts in zip(counts, is_drafting, strict=True)],

@@ -1,5 +1,7 @@
 """Anchor, context features and feedback become a proposal, with the law that its drafts were drawn from."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,17 @@ class Slots:
         """The proposal of a tree that was grown from these slots."""
         token_ids = torch.tensor([tree.token_ids], device=self.logits.device)
         return Proposal(token_ids, self.logits, self.is_finite, (tree.size,), tree=tree)
+
+
+def _own_precision(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a method of a session without the caller's autocast: the drafter casts for itself, to a type of its own."""
+
+    @functools.wraps(method)
+    def run(session: "DraftSession", *args, **kwargs):
+        with torch.autocast(session.drafter.device.type, enabled=False):
+            return method(session, *args, **kwargs)
+
+    return run
 
 
 class DraftSession:
@@ -100,6 +113,12 @@ class DraftSession:
             lengths=(0,) * batch_size,
         )
 
+    @_own_precision
+    def extend_context(self, features: torch.Tensor, first_positions: list[int], counts: list[int]) -> None:
+        """Add tapped target states to the context; arguments are those of [`DraftCache.append_context`]."""
+        self.cache.append_context(features, first_positions, counts)
+
+    @_own_precision
     def slots(self, rows: list[Row], lengths: list[int], feedback: VerifierFeedback | None) -> Slots:
         """One drafter forward over a full block of each row.
 
@@ -133,6 +152,7 @@ class DraftSession:
             candidates = self.drafter.candidates(hidden, logits.to(hidden.device), self.embedding, self.head)
         return Slots(logits, candidates, is_finite, tuple(lengths), hidden.device)
 
+    @_own_precision
     def choose(self, rows: list[Row], slots: Slots, uniforms: torch.Tensor | None) -> Proposal:
         """A chain of drafts, one from each slot: the most likely, or draws at `uniforms` `(B, N)` in [0, 1)."""
         path = rows[0].path  # of one kind for all rows

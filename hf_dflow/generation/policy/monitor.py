@@ -313,7 +313,13 @@ class AcceptanceMonitor:
         return self
 
     def route(self, name: str) -> MonitoredRoute:
-        """The route `name`, made at the first call. Each keeps a window, so use few names: no user ids."""
+        """The route `name`, made at the first call. Each keeps a window, so use few names: no user ids.
+
+        Raises:
+            DFlowError: The name is not a text that UTF-8 can encode, which Prometheus' format requires.
+        """
+        if type(name) is not str or not name or not name.isprintable():
+            raise DFlowError(f"{name!r} is no name of a route; use a str of printable characters, for example 'chat'")
         with self._lock:
             return self._routes.setdefault(name, MonitoredRoute(self, name))
 
@@ -331,7 +337,8 @@ class AcceptanceMonitor:
     def tell(self, events: Sequence[RouteEvent]) -> None:
         """Log events, and hand them to the callbacks."""
         for event in events:
-            level = logging.WARNING if event.kind in (PLAIN, LOW) else logging.INFO
+            stops_drafting = event.kind == PLAIN and event.figures.state == DRAFTING  # not a trial in vain
+            level = logging.WARNING if stops_drafting or event.kind == LOW else logging.INFO
             logger.log(level, "%s", event)
             for callback in self.on_event:
                 try:
