@@ -1,5 +1,6 @@
 """`hf-dflow drafters`, `info`, `export`, `publish`, `card new` and `card check`."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +53,11 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) ->
         "target": f"hidden size {config.target_hidden_size}, {config.num_target_layers or 'any number of'} layers",
         "tapped target layers": ", ".join(map(str, config.target_layer_ids)),
         "mask token id": str(config.mask_token_id),
+        "made for": config.target_name or "not recorded",
+        "chat mode": config.chat_mode or "not recorded",
+        "tokenizer fingerprint": config.tokenizer_fingerprint or "not recorded",
+        "recorded defaults": json.dumps(config.generation_defaults or {}),
+        "fitted decisions": ", ".join(config.fitted_decisions or {}) or "none",
     }
     for name, value in properties.items():
         table.add_row(name, value)

@@ -243,3 +243,24 @@ def test_a_monitor_in_place_of_a_route_is_refused():
     with pytest.raises(UnsupportedGenerationError, match=r"monitor\.route"):
         config = DFlowGenerationConfig(max_new_tokens=4, do_sample=False, monitor=AcceptanceMonitor())
         generate([1], following(Weather, [1], 8, block_size=BLOCK), 4, generation_config=config)
+
+
+@pytest.mark.parametrize("name", [7, None, "", b"chat", "\ud800", MonitorSettings()])
+def test_a_route_needs_a_name_that_can_be_exported(name):
+    """N15: a route whose name is no text is accepted, and breaks the figures of all routes."""
+    monitor = AcceptanceMonitor()
+    monitor.route("chat")
+    with pytest.raises(DFlowError, match="use a str that UTF-8 can encode"):
+        monitor.route(name)
+    assert [figures.route for figures in monitor.figures()] == ["chat"] and 'route="chat"' in monitor.prometheus_text()
+
+
+def test_a_trial_in_vain_is_no_warning(caplog):
+    """N16: a warning in the log at every failed trial, for ever."""
+    times, settings = StepTimes(1.0, 1.0, 1.0), MonitorSettings(8, 4, 2, 2, 4)
+    route = AcceptanceMonitor(settings, times=times).route("chat")
+    caplog.set_level(logging.INFO, logger=MONITOR_LOGGER)
+    for _ in range(60):
+        route.end_step([3] if route.drafts_now else [0], [0])
+    levels = [record.levelno for record in caplog.records if "decodes plainly" in record.getMessage()]
+    assert len(levels) > 3 and levels[0] == logging.WARNING and set(levels[1:]) == {logging.INFO}

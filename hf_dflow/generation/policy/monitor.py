@@ -318,8 +318,12 @@ class AcceptanceMonitor:
         Raises:
             DFlowError: The name is not a text that UTF-8 can encode, which Prometheus' format requires.
         """
-        if type(name) is not str or not name or not name.isprintable():
-            raise DFlowError(f"{name!r} is no name of a route; use a str of printable characters, for example 'chat'")
+        try:
+            is_text = bool(str.encode(name, "utf-8"))
+        except (TypeError, UnicodeEncodeError):
+            is_text = False
+        if not is_text:
+            raise DFlowError(f"{name!r} is no name of a route; use a str that UTF-8 can encode, for example 'chat'")
         with self._lock:
             return self._routes.setdefault(name, MonitoredRoute(self, name))
 
