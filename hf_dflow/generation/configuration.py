@@ -149,7 +149,7 @@ def refuse_misspelt(unknown: Sequence[str], place: str, cutoff: float = 0.0) -> 
         UnsupportedGenerationError: Naming the nearest option of each.
     """
     known = [*OPTION_NAMES, *(name for name in vars(_PLAIN) if not name.startswith("_"))]
-    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=cutoff) for name in unknown}
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=cutoff) for name in unknown if name not in known}
     misspelt = [name for name, matches in near.items() if matches or cutoff == 0.0]
     if misspelt:
         hints = ", ".join(f"{name!r} (did you mean {near[name][0]!r}?)" for name in misspelt)

@@ -55,6 +55,8 @@ def test_options_are_keywords_of_generate(target, drafter):
     assert max(output.statistics.per_step_drafted) == 2, "a keyword wins over the configuration"
     with pytest.raises(UnsupportedGenerationError, match=r"'num_draft_token'.*'num_draft_tokens'"):
         target.generate(kit.prompt_of(7), num_draft_token=2, **call)
+    states = target.generate(kit.prompt_of(7), output_hidden_states=True, return_dict_in_generate=True, **call)
+    assert len(states.hidden_states) == 24, "generate hands this field on to the model, which is no misspelling"
     with pytest.raises(ValueError, match="not used by the model"):  # no option's misspelling: transformers' own words
         target.generate(kit.prompt_of(7), pixel_vlaues=2, **call)
 

@@ -106,13 +106,13 @@ def test_near_tie_is_told_from_fault_by_the_gap(monkeypatch):
     assert compare_with_plain(target, drafter, prompt, NEW_TOKENS, margin=fault.gap + 1e-9).verdict == NEAR_TIE
 
 
-def test_refusals():
+def test_refusals(monkeypatch):
     """Catches a comparison where no single right text exists."""
     target, drafter, prompt = _pair()
     with pytest.raises(ValueError, match="greedy"):
         compare_with_plain(target, drafter, prompt, 4, do_sample=True)
     with pytest.raises(ValueError, match="one sequence"):
         compare_with_plain(target, drafter, prompt.repeat(2, 1), 4)
-    drafter.config.generation_defaults = {"acceptance_threshold": 0.5}
+    monkeypatch.setattr(target.generation_config, "acceptance_threshold", 0.5, raising=False)
     with pytest.raises(ValueError, match="relaxed"):
         compare_with_plain(target, drafter, prompt, 4)
