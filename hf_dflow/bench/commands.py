@@ -53,11 +53,17 @@ def check(
     """Compare greedy text with and without a drafter; exit code 1 on a difference that is no rounding."""
     from hf_dflow.bench.lossless import FAULT, compare_with_plain
     from hf_dflow.bench.workloads import DEMO, read_prompts
+    from hf_dflow.generation.checks import can_hold_holes
     from hf_dflow.generation.pair import check_pair
+    from hf_dflow.generation.selfcheck import check_of
 
     workload = read_prompts(prompts or pair_options.own_prompts or DEMO)
     pair = pair_options.load()
     check_pair(pair.target, pair.drafter, pair.tokenizer, pair.chat_mode)
+    has_full_attention = can_hold_holes(pair.target)
+    typer.echo(str(check_of(pair.target, holes=has_full_attention, tree=has_full_attention)))
+    if not has_full_attention:
+        typer.echo("  rows of a batch are decoded one by one, without trees: not all layers are full attention")
     reports = []
     for prompt in workload:
         report = compare_with_plain(pair.target, pair.drafter, pair.encode(prompt.text), max_new_tokens)

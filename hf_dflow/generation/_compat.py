@@ -15,6 +15,7 @@ from transformers.generation.candidate_generator import (
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from hf_dflow.errors import UnsupportedGenerationError
+from hf_dflow.generation.step import DraftTree
 
 STATIC_IS_CROPPABLE = StaticLayer.is_croppable  # since 5.20 or so
 CACHE_NAMES = ("cache", "past_key_values")  # since 5.24, before
@@ -27,9 +28,14 @@ def get_cache(container: Any) -> Any:
     return next((container[name] for name in CACHE_NAMES if container.get(name) is not None), None)
 
 
+def takes(model: Any, name: str) -> bool:
+    """Whether the forward of `model` has an argument of that name."""
+    return name in inspect.signature(model.forward).parameters
+
+
 def cache_argument(model: Any) -> str:
     """What the forward of `model` calls its cache."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return "cache" if takes(model, "cache") else "past_key_values"
 
 
 def holds_holes(model: PreTrainedModel, cache: Cache) -> bool:
@@ -128,6 +134,20 @@ def model_inputs(
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = num_drafts + 1
     return inputs
+
+
+def shape_as_tree(
+    inputs: dict[str, Any], tree: DraftTree, dtype: torch.dtype, anchor_position: int, cached: int
+) -> None:
+    """Turn the inputs of a chain of all nodes behind `cached` columns into those of the tree, in place."""
+    device = inputs["input_ids"].device
+    depths = torch.tensor([0, *tree.depths], device=device)
+    inputs["position_ids"] = (anchor_position + depths)[None]
+    committed = torch.ones(1, cached, dtype=torch.bool, device=device)
+    if inputs.get("attention_mask") is not None:
+        committed = inputs["attention_mask"][:, :cached].bool()
+    visible = torch.cat([committed.expand(tree.size + 1, -1), tree.visible(device)], dim=1)[None, None]
+    inputs["attention_mask"] = torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def compiled_call(model: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ Rows of a batch advance at their own pace. In the drafter's cache each row's con
 target's, what a row rejected stays as a *hole* until `compact` squeezes the holes out.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,41 @@ def restore(cache: Cache, held: list[tuple[torch.Tensor, torch.Tensor]]) -> None
     """Put `contents` back."""
     for layer, (keys, values) in zip(_filled(cache), held, strict=True):
         layer.keys, layer.values = keys, values
+
+
+def fork(cache: Any) -> Any:
+    """A copy that goes its own way. It shares the keys and values of a dynamic cache, which no forward writes into."""
+    twin = copy.copy(cache)
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in twin.layers:
+        for name, value in vars(layer).items():
+            if name not in ("keys", "values"):
+                setattr(layer, name, copy.deepcopy(value))
+    return twin
+
+
+def repeat_columns(cache: Cache, count: int) -> None:
+    """Make `cache`, of one row, longer by `count` columns: those that it holds, in random order."""
+    for layer in _filled(cache) if count else []:
+        if getattr(layer, "keys", None) is not None:
+            picks = torch.randint(layer.keys.shape[2], (count,), generator=torch.Generator().manual_seed(0))
+            picks = picks.to(layer.keys.device)
+            layer.update(layer.keys[:, :, picks], layer.values[:, :, picks])
+
+
+def with_holes(cache: Cache, places: list[int], width: int) -> Cache:
+    """A batch of the one row of `cache`, each with `width` columns more, which begin at its place of `places`.
+
+    What these hold differs from what the row holds: its values with the other sign.
+    """
+    twin = fork(cache)
+    for layer in _filled(twin):
+        for name, sign in (("keys", 1), ("values", -1)):
+            states = getattr(layer, name)
+            hole = sign * states[:, :, torch.arange(width, device=states.device) % states.shape[2]]
+            rows = [torch.cat([states[:, :, :at], hole, states[:, :, at:]], dim=2) for at in places]
+            setattr(layer, name, torch.cat(rows))
+    return twin
 
 
 def cached_batch_size(cache: Cache) -> int | None:

@@ -1,5 +1,6 @@
 """What a call refuses before its first forward, and in which words."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import _compat, cache
+from hf_dflow.generation.selfcheck import check_of
 from hf_dflow.model.drafter import DFlowDrafter
 
 FLAG = 'speculation_type="dflow"'
@@ -109,7 +111,7 @@ def _check_cache(held: Cache | None, batch_size: int) -> None:
         raise UnsupportedGenerationError(
             f"{FLAG} does not crop an offloaded cache; make it with offloading=False, or decode without the drafter."
         )
-    if int(held.get_seq_length()) == 0 and not cache.is_croppable(held):
+    if not cache.is_croppable(held):
         refuse_layers("This target")
     cached_rows = cache.cached_batch_size(held)
     if cached_rows not in (None, batch_size):
@@ -153,6 +155,74 @@ def check_rows_alone(model: PreTrainedModel, model_kwargs: dict) -> None:
             "batch is of no use; leave it out, or call generate for each row."
         )
     refuse_tensors(model_kwargs, "which part of it belongs to which row")
+
+
+def can_hold_holes(model: PreTrainedModel) -> bool:
+    """Whether nothing that is known of `model` keeps rows of a batch from their own pace in a dynamic cache."""
+    return _compat.holds_holes(model, DynamicCache(config=model.config.get_text_config()))
+
+
+def check_measured(
+    model: PreTrainedModel, drafter: DFlowDrafter, input_ids: torch.Tensor, model_kwargs: dict, *, has_tree: bool
+) -> str | None:
+    """Refuse a target that was measured to compute blocks, trees or states in another way than drafting needs.
+
+    Returns:
+        `str`, *optional*: Why rows of a batch cannot advance at their own pace; `None` where they can.
+
+    Raises:
+        UnsupportedGenerationError: Naming what was measured.
+    """
+    batch_size = input_ids.shape[0]
+    name, may_hold_holes = type(model).__name__, _compat.holds_holes(model, _compat.get_cache(model_kwargs))
+    check = check_of(model, input_ids.device, holes=batch_size > 1 and may_hold_holes, tree=has_tree)
+    for part, tried in PARTS.items():
+        lacks = check.lacks(part)
+        # A call with inputs of its own, images and the like, may be all that the target computes.
+        if lacks and not (part in check.failures and _has_own_inputs(model_kwargs)):
+            raise UnsupportedGenerationError(
+                f"{name} does not compute {tried}: tried on random tokens behind {check.columns} cached ones, {lacks}. "
+                "Drafts cannot be verified exactly; decode without the drafter."
+            )
+    if check.state_shapes:
+        check_states(name, check.state_shapes)
+        states = tuple(torch.empty(shape, device="meta") for shape in check.state_shapes)
+        _compat.capture_features(states, drafter.config.target_layer_ids)
+    if has_tree and (lacks := check.lacks("holes") or check.lacks("tree")):
+        raise UnsupportedGenerationError(
+            f"tree_budget does not go with {name}, which does not compute a path of a tree as it computes that path "
+            f"alone: tried on random tokens behind {check.columns} cached ones, {lacks}. Leave tree_budget out."
+        )
+    if batch_size == 1:
+        return None
+    return check.lacks("holes") if may_hold_holes else ""
+
+
+PARTS = {
+    "block": "a block of tokens behind its cache as it computes them one by one",
+    "rollback": "tokens behind a cache that rejected drafts were taken out of as if these had never been there",
+}
+
+
+def check_states(name: str, shapes: Sequence[torch.Size]) -> None:
+    """Refuse hidden states that are not one vector a token.
+
+    Raises:
+        UnsupportedGenerationError: Naming the target.
+    """
+    if any(len(shape) != 3 for shape in shapes):
+        raise UnsupportedGenerationError(
+            f"{name} has hidden states of {len(shapes[0])} dimensions, a drafter reads (batch, tokens, hidden); decode "
+            "without the drafter."
+        )
+
+
+def _has_own_inputs(model_kwargs: dict) -> bool:
+    return any(
+        _holds_tensors(value)
+        for name, value in model_kwargs.items()
+        if name not in (*_compat.BATCHED, *_compat.CACHE_NAMES)
+    )
 
 
 def check_tree(model: PreTrainedModel, held: Any, batch_size: int, *, do_sample: bool, returns_states: bool) -> None:

@@ -97,12 +97,13 @@ class DFlowDecoder:
         Either way a row's text, statistics and random numbers are those of a call for it alone.
         """
         cache, warn_once = _compat.get_cache(model_kwargs), WarnOnce()
-        together = len(rows) == 1 or _compat.holds_holes(plan.model, cache)
+        together = len(rows) == 1 or plan.row_by_row is None
         if not together:
             checks.check_rows_alone(plan.model, model_kwargs)
             logger.warning(
                 f"{type(plan.model).__name__} with {type(cache).__name__} decodes a batch row by row: its rows cannot "
                 "advance at their own pace in one cache."
+                + (f" With a masked hole before them, {plan.row_by_row}." if plan.row_by_row else "")
             )
         loops = []
         for group in [rows] if together else [[row] for row in rows]:

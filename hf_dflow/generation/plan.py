@@ -45,6 +45,7 @@ class CallPlan:
     costs: StepCosts | None  # where a policy weighs drafts against them
     device: torch.device  # of ids and logits; the model itself may be spread over devices, or offloaded
     streamer: Any
+    row_by_row: str | None = None  # why rows cannot advance at their own pace, "" for the cache's kind
 
     @property
     def do_sample(self) -> bool:
@@ -151,15 +152,19 @@ def make_plan(
         asked = generation_config.output_hidden_states or generation_config.output_attentions
         cache = _compat.get_cache(model_kwargs)
         checks.check_tree(model, cache, batch_size, do_sample=do_sample, returns_states=bool(returns and asked))
+    rule = _choose_rule(do_sample, options, PathProcessor(processors))
+    backend = _choose_backend(options, input_ids.device)
+    has_tree = options.tree_budget is not None
     return CallPlan(
+        row_by_row=checks.check_measured(model, drafter, input_ids, model_kwargs, has_tree=has_tree),
         model=model,
         drafter=drafter,
         generation_config=generation_config,
         options=options,
         processors=processors,
         stop=stop,
-        rule=_choose_rule(do_sample, options, PathProcessor(processors)),
-        backend=_choose_backend(options, input_ids.device),
+        rule=rule,
+        backend=backend,
         costs=_find_costs(model, drafter, options, input_ids.device),
         device=input_ids.device,
         streamer=streamer,

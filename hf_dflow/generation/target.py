@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import _compat
 from hf_dflow.generation import cache as caches
-from hf_dflow.generation.checks import refuse_layers
+from hf_dflow.generation.checks import check_states, refuse_layers
 from hf_dflow.generation.plan import CallPlan
 from hf_dflow.generation.rows import Row
-from hf_dflow.generation.step import DraftTree, Emission, Proposal, TargetForward
+from hf_dflow.generation.step import Emission, Proposal, TargetForward
 
 
 class TargetSession:
@@ -79,7 +78,7 @@ class TargetSession:
         )
         inputs["output_hidden_states"] = True
         if tree is not None:
-            self._shape_as_tree(inputs, tree, rows[0].next_position, cached)
+            _compat.shape_as_tree(inputs, tree, self.model.dtype, rows[0].next_position, cached)
         if tree is None and self._compiled is not None and self._recurs(rows, num_drafts):
             outputs = self._compiled(**inputs)
             logits = outputs.logits[:, -num_drafts - 1 :].clone()  # a CUDA graph overwrites its outputs
@@ -148,14 +147,9 @@ class TargetSession:
 
     def _check_outputs(self, hidden_states: Sequence[torch.Tensor]) -> None:
         """Refuse what only the first forward shows."""
-        name = type(self.model).__name__
         if not caches.is_croppable(self.cache):
-            refuse_layers(name)
-        if any(states.ndim != 3 for states in hidden_states):
-            raise UnsupportedGenerationError(
-                f"{name} has hidden states of {hidden_states[0].ndim} dimensions, a drafter reads (batch, tokens, "
-                "hidden); decode without the drafter."
-            )
+            refuse_layers(type(self.model).__name__)
+        check_states(type(self.model).__name__, [states.shape for states in hidden_states])
 
     def _last_ids(self, rows: list[Row], draft_ids: torch.Tensor) -> torch.Tensor:
         """Token ids that end with anchors and drafts `[B, N]`: a single row's are whole; a batch's begin with the
@@ -178,18 +172,6 @@ class TargetSession:
         full_length, max_length = self.plan.options.num_draft_tokens or 0, self.plan.stop.max_length
         left = min(min(self.room_behind(row), max_length - row.length - 1) for row in rows)
         return num_drafts == full_length or (num_drafts == 0 and left >= full_length)
-
-    def _shape_as_tree(self, inputs: dict[str, Any], tree: DraftTree, anchor_position: int, cached: int) -> None:
-        """Turn the inputs of a chain of all nodes into those of the tree, in place."""
-        device = inputs["input_ids"].device
-        depths = torch.tensor([0, *tree.depths], device=device)
-        inputs["position_ids"] = (anchor_position + depths)[None]
-        committed = torch.ones(1, cached, dtype=torch.bool, device=device)
-        if inputs.get("attention_mask") is not None:
-            committed = inputs["attention_mask"][:, :cached].bool()
-        visible = torch.cat([committed.expand(tree.size + 1, -1), tree.visible(device)], dim=1)[None, None]
-        dtype = self.model.dtype
-        inputs["attention_mask"] = torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
     # -- between forwards
 
