@@ -65,6 +65,15 @@ def _shared_models_stay_unchanged():
         sys.modules["kit"].assert_shared_models_unchanged()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_was_warned_of_before():
+    """What is logged once in a process is logged once in each test."""
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.warning_once.cache_clear()
+
+
 @pytest.fixture
 def launched_kernels(monkeypatch):
     """Names of the Triton kernels that were launched."""

@@ -1,12 +1,13 @@
 """The options of `speculation_type="dflow"` and the one place where their precedence is decided."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import SPECULATION_TYPE
@@ -16,12 +17,14 @@ from hf_dflow.generation.policy.costs import StepCosts
 from hf_dflow.generation.policy.monitor import MonitoredRoute
 from hf_dflow.generation.policy.trees import AUTO, LARGEST_AUTO, LARGEST_TREE
 from hf_dflow.kernels import BACKENDS
+from hf_dflow.logs import get_logger
 from hf_dflow.model.drafter import DFlowDrafter
 
-logger: Any = logging.get_logger(__name__)
+logger = get_logger(__name__)
 SAMPLING_RULES = ("token", "block")
 SWITCHED_OFF = ("tree_budget", "acceptance_threshold")  # by False, whatever the drafter's defaults say
-LOSSY = ("acceptance_threshold",)  # taken from the caller only, never from a drafter's recorded defaults
+# Taken from the caller only, never from the files of a drafter or a target: what they would do, and nobody asked for.
+CALLERS_OWN = {"acceptance_threshold": "make the output lossy", "seeds": "sample the same text at every call"}
 CHAT_MODES = ("thinking", "non-thinking", "chat", "raw")
 
 
@@ -159,24 +162,89 @@ def refuse_misspelt(unknown: Sequence[str], place: str, cutoff: float = 0.0) -> 
         )
 
 
+def refuse_without_flag(model_kwargs: dict[str, Any], model: Any) -> None:
+    """Refuse options among the keywords of a call that does not ask for `speculation_type="dflow"`.
+
+    Raises:
+        UnsupportedGenerationError: Saying where they go.
+    """
+    names = [name for name in OPTION_NAMES if model_kwargs.get(name) is not None]
+    if names and not set(names) <= set(inspect.signature(model.forward).parameters):
+        raise UnsupportedGenerationError(
+            f'{", ".join(names)}: an option of speculation_type="{SPECULATION_TYPE}", which this call does not ask '
+            f"for; pass that as well, or give a DFlowGenerationConfig({names[0]}=…). With custom_generate it is bound: "
+            f"DFlowDecoder(drafter, {names[0]}=…)."
+        )
+
+
+def refuse_misspelt_fields(generation_config: GenerationConfig, recorded: GenerationConfig) -> None:
+    """Refuse what was set on a configuration under a name that is nearly an option's: nobody would read it.
+
+    Args:
+        generation_config (`GenerationConfig`): Of the call.
+        recorded (`GenerationConfig`): The target's, whose file may hold fields for others.
+
+    Raises:
+        UnsupportedGenerationError: Naming the nearest option.
+    """
+    names = vars(generation_config).keys() - vars(recorded).keys()
+    unknown = sorted(name for name in names if not _is_known(name))
+    refuse_misspelt(unknown, type(generation_config).__name__, cutoff=0.8)
+
+
+def take_from_caller(
+    prepared: GenerationConfig, recorded: GenerationConfig, given: GenerationConfig | None, options: dict[str, Any]
+) -> None:
+    """Take back from a prepared configuration what only a caller may ask for, and the target's file asks for.
+
+    `generate` merges the target's generation_config.json into every call, and pipelines hand it over as the caller's.
+
+    Args:
+        prepared (`GenerationConfig`): Of the call; changed in place.
+        recorded (`GenerationConfig`): The target's. No file is loaded as a [`DFlowGenerationConfig`], so that one is
+            the caller's.
+        given (`GenerationConfig`, *optional*): What the caller passed.
+        options (`dict`): Keywords that the caller passed.
+    """
+    if isinstance(recorded, DFlowGenerationConfig):
+        return
+    for name in CALLERS_OWN:
+        from_file, own = getattr(recorded, name, None), getattr(given, name, None)
+        if from_file is None or options.get(name) is not None:
+            continue
+        if own is not None and (own != from_file or isinstance(given, DFlowGenerationConfig)):
+            continue
+        setattr(prepared, name, None)
+        _warn_of_file("target's generation_config.json", name, from_file)
+
+
+def _warn_of_file(file: str, name: str, value: Any) -> None:
+    logger.warning_once(
+        f"The {file} sets {name}={value!r}, which would {CALLERS_OWN[name]}; it is ignored. Pass {name} "
+        "yourself if you want it."
+    )
+
+
 def resolve_options(
     drafter: DFlowDrafter, generation_config: GenerationConfig, overrides: dict[str, Any] | None = None
 ) -> DFlowOptions:
     """Options of one call: `overrides` > `generation_config` > the drafter's recorded defaults > the package's.
 
-    Lossy options are never taken from the drafter's defaults: a checkpoint cannot make output lossy.
+    `CALLERS_OWN` are never taken from the drafter's defaults: a checkpoint cannot make output lossy.
 
     Raises:
         UnsupportedGenerationError: An option has an impossible value for this drafter, or contradicts another.
     """
     recorded = drafter.config.generation_defaults or {}
-    for name in LOSSY:
-        if recorded.get(name) is not None:
+    for name in recorded:
+        if name in CALLERS_OWN and recorded[name] is not None:
+            _warn_of_file("drafter's config.json", name, recorded[name])
+        if name not in OPTION_NAMES:
             logger.warning_once(
-                f"The drafter's config.json sets {name}={recorded[name]!r}, which would make the output lossy; it is "
-                f"ignored. Pass {name} yourself if you want it."
+                f"The drafter's config.json sets {name!r} among its generation_defaults, which is no option; it is "
+                f"ignored. Options are {', '.join(OPTION_NAMES)}."
             )
-    recorded = {name: value for name, value in recorded.items() if name not in LOSSY}
+    recorded = {name: value for name, value in recorded.items() if name not in CALLERS_OWN}
     sources = [overrides or {}, vars(generation_config), recorded]
     chosen = {
         name: next((source[name] for source in sources if source.get(name) is not None), None) for name in OPTION_NAMES
@@ -195,6 +263,14 @@ def resolve_options(
     return options
 
 
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, int) and value in (True, False)
+
+
+def _is_text_of(allowed: Sequence[str], value: Any) -> bool:
+    return isinstance(value, str) and value in allowed
+
+
 def _is_integer(value: Any, smallest: int, largest: int) -> bool:
     return type(value) is int and smallest <= value <= largest
 
@@ -209,24 +285,24 @@ def _is_list_of(is_item: Callable[[Any], bool], value: Any) -> bool:
 
 # What each option may be once it is set, and in words. `StepCosts.read` checks the costs.
 ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "use_relay": (lambda value: value in (True, False), "use True or False"),
-    "use_correction": (lambda value: value in (True, False), "use True or False"),
-    "verification": (lambda value: value in SAMPLING_RULES, f"use one of {', '.join(SAMPLING_RULES)}"),
-    "adaptive_length": (lambda value: value in (True, False), "use True or False"),
+    "use_relay": (_is_bool, "use True or False"),
+    "use_correction": (_is_bool, "use True or False"),
+    "verification": (partial(_is_text_of, SAMPLING_RULES), f"use one of {', '.join(SAMPLING_RULES)}"),
+    "adaptive_length": (_is_bool, "use True or False"),
     "tree_budget": (
-        lambda value: value == AUTO or _is_integer(value, 1, LARGEST_TREE),
+        lambda value: _is_text_of((AUTO,), value) or _is_integer(value, 1, LARGEST_TREE),
         f'use a whole number of drafts, 1 … {LARGEST_TREE}, "{AUTO}", or False',
     ),
     "acceptance_threshold": (_is_share, "use a probability in (0, 1], or False"),
     "stale_mixture": (
-        lambda value: isinstance(value, bool) or value == LEARNED or _is_share(value),
+        lambda value: isinstance(value, bool) or _is_text_of((LEARNED,), value) or _is_share(value),
         f'use True, False, "{LEARNED}" or a fixed weight in (0, 1]',
     ),
     "acceptance_processors": (
         lambda value: _is_list_of(lambda item: isinstance(item, AcceptanceProcessor), value),
         "give a list of AcceptanceProcessor objects. A LogitsProcessor goes into generate's own logits_processor",
     ),
-    "kernel_backend": (lambda value: value in BACKENDS, f"use one of {', '.join(BACKENDS)}"),
+    "kernel_backend": (partial(_is_text_of, BACKENDS), f"use one of {', '.join(BACKENDS)}"),
     "seeds": (
         lambda value: _is_list_of(lambda item: _is_integer(item, 0, 2**63 - 1), value),
         "give a list of integers from 0 to 2**63 - 1",
@@ -235,7 +311,7 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, MonitoredRoute),
         "give one route of an AcceptanceMonitor: monitor.route('chat')",
     ),
-    "chat_mode": (lambda value: value in CHAT_MODES, f"use one of {', '.join(CHAT_MODES)}"),
+    "chat_mode": (partial(_is_text_of, CHAT_MODES), f"use one of {', '.join(CHAT_MODES)}"),
 }
 
 

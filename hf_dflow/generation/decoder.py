@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.utils import logging
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import _compat, checks
@@ -19,9 +18,10 @@ from hf_dflow.generation.step import Emission, Proposal, TargetForward, Verifica
 from hf_dflow.generation.target import TargetSession
 from hf_dflow.generation.uniforms import Uniforms, draw_uniforms
 from hf_dflow.generation.verification import Verifier
+from hf_dflow.logs import get_logger
 from hf_dflow.model.drafter import DFlowDrafter
 
-logger: Any = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class DFlowDecoder:

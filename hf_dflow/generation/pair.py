@@ -10,14 +10,14 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from hf_dflow.errors import PairMismatchError
 from hf_dflow.generation import _compat
+from hf_dflow.logs import get_logger
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
 
-logger: Any = logging.get_logger(__name__)
+logger = get_logger(__name__)
 # Vocabularies are padded to multiples of at most 512, small ones by a quarter at most; sizes that agree after that may
 # be those of one tokenizer.
 PADDING, LARGEST_PADDING_SHARE = 512, 0.25

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.utils import logging
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import _compat, checks
-from hf_dflow.generation.configuration import DFlowOptions, resolve_options
+from hf_dflow.generation.configuration import DFlowOptions, refuse_misspelt_fields, resolve_options
 from hf_dflow.generation.measure import step_costs
 from hf_dflow.generation.pair import check_pair
 from hf_dflow.generation.policy.base import BackOff, DraftPolicy
@@ -25,9 +24,10 @@ from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.generation.stopping import StopPlan
 from hf_dflow.generation.uniforms import row_generators
 from hf_dflow.kernels import check_backend
+from hf_dflow.logs import get_logger
 from hf_dflow.model.drafter import DFlowDrafter
 
-logger: Any = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class CallPlan:
             generators = row_generators(self.options.seeds, batch_size, input_ids.device)
         lossy = self.options.lossy_names
         if lossy:
-            logger.warning(f"{', '.join(lossy)} makes acceptance lossy: the text may differ from the target's own.")
+            logger.warning_once(
+                f"{', '.join(lossy)} makes acceptance lossy: the text may differ from the target's own."
+            )
         rows = []
         for index in range(batch_size):
             statistics = AcceptanceStatistics(verification=self.rule, lossless=not lossy)
@@ -137,6 +139,7 @@ def make_plan(
     """
     checks.check_mode(generation_config, drafter)
     checks.check_target(model)
+    refuse_misspelt_fields(generation_config, model.generation_config)
     options = resolve_options(drafter, generation_config, overrides)
     check_pair(model, drafter, tokenizer, options.chat_mode)
     stop = StopPlan(criteria, generation_config.max_length)

@@ -5,6 +5,7 @@ So what the wrappers call is imported once a call needs it.
 """
 
 import functools
+import sys
 from typing import Any
 
 from transformers.generation.utils import GenerationMixin
@@ -48,12 +49,24 @@ def _wrap_configuration(original):
     @functools.wraps(original)
     def _prepare_generation_config(self, generation_config, **kwargs):
         speculation_type = kwargs.get("speculation_type", getattr(generation_config, "speculation_type", None))
-        if speculation_type != SPECULATION_TYPE:
+        is_flagged = speculation_type == SPECULATION_TYPE
+        if not is_flagged and "hf_dflow.generation.decoder" not in sys.modules:  # nor is this a DFlowDecoder's call
             return original(self, generation_config, **kwargs)
-        from hf_dflow.generation.configuration import OPTION_NAMES, refuse_misspelt
+        from hf_dflow.generation.configuration import (
+            OPTION_NAMES,
+            refuse_misspelt,
+            refuse_without_flag,
+            take_from_caller,
+        )
 
+        if not is_flagged:
+            prepared, model_kwargs = original(self, generation_config, **kwargs)
+            refuse_without_flag(model_kwargs, self)
+            take_from_caller(prepared, self.generation_config, generation_config, {})
+            return prepared, model_kwargs
         options = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
         prepared, model_kwargs = original(self, generation_config, **kwargs)
+        take_from_caller(prepared, self.generation_config, generation_config, options)
         refuse_misspelt([name for name in kwargs if name in model_kwargs], "generate", cutoff=0.8)
         for name, value in options.items():
             setattr(prepared, name, value)

@@ -10,8 +10,9 @@ import torch
 
 from hf_dflow.kernels import torch_ops
 from hf_dflow.kernels.torch_ops import BlockDecision, VerifyInputs
+from hf_dflow.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BACKENDS = ("auto", "torch", "triton")
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # not imported before a kernel runs: that takes its time

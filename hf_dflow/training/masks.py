@@ -1,7 +1,6 @@
 """Who sees whom in a packed row. The rule is written once; dense masks and FlexAttention's both come from it."""
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
+from hf_dflow.logs import get_logger
 from hf_dflow.training.packing import CONTEXT, Places
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # (row, head, query, key) index tensors, broadcast against each other -> bool: FlexAttention's signature.
 MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from hf_dflow.errors import DFlowError, DrafterConfigError
 from hf_dflow.generation._compat import num_layer_states
 from hf_dflow.generation.pair import check_pair, shape_mismatch
+from hf_dflow.logs import get_logger
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.config import TrainingConfig, TrainingConfigError
@@ -18,7 +18,7 @@ from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.frozen_target import inner_model
 from hf_dflow.training.loss import frequent_tokens
 
-logger: Any = logging.get_logger(__name__)
+logger = get_logger(__name__)
 DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_TAPS, DEFAULT_CANDIDATES = 2, 8, 5, 16
 DECAY_OF_BLOCK = {8: 4.0, 10: 5.0, 16: 7.0}  # arXiv 2602.06036
 EVALUATIONS_PER_RUN, LEAST_UPDATES_BETWEEN_EVALUATIONS = 10, 10

@@ -31,8 +31,9 @@ from hf_dflow.generation.policy.monitor_report import (
     prometheus_text,
 )
 from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FEWEST_TIMES = 4  # of a kind of step before its median is used
 KEPT_TIMES = 64  # of each kind, the last: times grow with the context, so old ones mislead
