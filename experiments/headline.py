@@ -19,9 +19,18 @@ import typer
 
 from experiments.common import RESULTS, append_line, markdown_table, with_interval
 from experiments.lab import corpora
-from experiments.lab.experiment import DrafterRecipe, Lab, has_relay, measure, prepare_lab, train
+from experiments.lab.experiment import (
+    DrafterRecipe,
+    Lab,
+    has_relay,
+    measure,
+    pooled_tokens_per_step,
+    prepare_lab,
+    train,
+)
 from experiments.lab.target import TargetRecipe
 from hf_dflow.bench.conditions import run_conditions
+from hf_dflow.generation.statistics import tokens_per_step
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 RECORD = RESULTS / "headline.jsonl"
@@ -123,8 +132,7 @@ def run(
         entry = train_and_decode(lab, key)
         append_line(record, entry)
         counts = entry["counts"][key.kind]
-        tokens_per_step = sum(counts["tokens"]) / sum(counts["steps"])
-        typer.echo(f"{key}: {tokens_per_step:.3f} tokens per step")
+        typer.echo(f"{key}: {pooled_tokens_per_step(counts):.3f} tokens per step")
 
 
 def counts_array(runs: dict[RunKey, dict[str, Any]]) -> dict[tuple[int, int], dict[str, np.ndarray]]:
@@ -198,7 +206,7 @@ def summarise(runs: dict[RunKey, dict[str, Any]]) -> dict[str, Any]:
     kinds: dict[str, list[float]] = {}
     for _, by_kind in sorted(cells.items()):
         for kind, pair in by_kind.items():
-            kinds.setdefault(kind, []).append(float(pair[0].sum() / pair[1].sum()))
+            kinds.setdefault(kind, []).append(tokens_per_step(*pair.sum(axis=1)))
     identical = [same for entry in runs.values() for counts in entry["counts"].values() for same in counts["identical"]]
     return {
         "comparisons": comparisons,

@@ -25,6 +25,7 @@ from hf_dflow.bench.intervals import bootstrap_interval
 from hf_dflow.bench.pairs import Pair, load_pair
 from hf_dflow.bench.workloads import HELD_OUT, Prompt, first_of_each_task, read_prompts
 from hf_dflow.console import JsonOption, ThreadsOption, use_threads, write_json
+from hf_dflow.generation.statistics import tokens_per_step
 
 LOOPS = ("hf_dflow", "transformers")
 AS_TRANSFORMERS = {"use_relay": False, "use_correction": False}  # which has neither
@@ -136,7 +137,7 @@ class PromptResult:
     def tokens_per_step(self) -> float:
         """Emitted tokens over steps; the first token comes from the prefill."""
         first = self.pairs[0]["hf_dflow"]
-        return (len(first.new_tokens) - 1) / first.steps
+        return tokens_per_step(len(first.new_tokens) - 1, first.steps)
 
 
 def measure(pair: Pair, prompts: list[Prompt], repeats: int, max_new_tokens: int) -> list[PromptResult]:

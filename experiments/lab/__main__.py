@@ -18,9 +18,9 @@ from experiments.lab.experiment import (
     Lab,
     has_relay,
     measure,
+    pooled_tokens_per_step,
     prepare_lab,
     probe,
-    tokens_per_step,
     train,
 )
 from experiments.lab.report import as_markdown, read_results, summarise, summarise_tasks
@@ -122,7 +122,7 @@ def run(
             append_line(folder / "results.jsonl", {**result, "conditions": run_conditions()})
             counts = result["counts"]
             typer.echo(
-                f"{kind}, seed {seed}: {tokens_per_step(counts):.3f} tokens per step, "
+                f"{kind}, seed {seed}: {pooled_tokens_per_step(counts):.3f} tokens per step, "
                 f"{sum(counts['identical'])} of {len(counts['identical'])} texts identical, "
                 f"{record['training_seconds']:.0f} s of training"
             )
@@ -151,7 +151,9 @@ def tasks(
                 if kind == "dflash":
                     result["probe"] = probe(lab, drafter, rows)
                 append_line(folder / "tasks.jsonl", result)
-                typer.echo(f"{task}, {kind}, seed {seed}: {tokens_per_step(result['counts']):.3f} tokens per step")
+                typer.echo(
+                    f"{task}, {kind}, seed {seed}: {pooled_tokens_per_step(result['counts']):.3f} tokens per step"
+                )
 
 
 @app.command()
@@ -171,7 +173,7 @@ def sample(
                 counts = measure(lab, drafter, lab.held_out, verification=rule)
                 result = {"task": f"T=1, {rule} verification", "kind": kind, "seed": seed, "counts": counts}
                 append_line(folder / "sampled.jsonl", result)
-                typer.echo(f"{rule}, {kind}, seed {seed}: {tokens_per_step(counts):.3f} tokens per step")
+                typer.echo(f"{rule}, {kind}, seed {seed}: {pooled_tokens_per_step(counts):.3f} tokens per step")
 
 
 @app.command()

@@ -24,6 +24,7 @@ from experiments.lab.variants import VARIANTS, VariantTrainer
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig
 from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.bench.probe import probe_text, summarise
+from hf_dflow.generation.statistics import tokens_per_step
 from hf_dflow.training.config import Stage, TrainingConfig
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.features import FeatureStore
@@ -174,7 +175,10 @@ def measure(
     use_relay: bool | None = None,
     verification: str | None = None,
 ) -> dict[str, list[int]]:
-    """Decode the prompt of each row and count emitted tokens and drafting steps, the prefill's left out.
+    """Decode the prompt of each row and count emitted tokens and steps, the prefill's left out.
+
+    Here any forward after the prefill is a step, for all kinds of drafters. One without drafts occurs only where a
+    single token is left to write, so at most once in a text.
 
     Greedy, or with `verification` ("token" or "block") sampled at temperature 1. An autoregressive drafter runs in
     transformers' assisted generation with 7 drafts a step. `identical` is 1 where the text is the target's greedy one.
@@ -208,9 +212,9 @@ def measure(
     return counts
 
 
-def tokens_per_step(counts: dict[str, list[int]]) -> float:
-    """Emitted tokens over drafting steps, pooled over prompts."""
-    return sum(counts["tokens"]) / sum(counts["steps"])
+def pooled_tokens_per_step(counts: dict[str, list[int]]) -> float:
+    """[`tokens_per_step`], pooled over prompts."""
+    return tokens_per_step(sum(counts["tokens"]), sum(counts["steps"]))
 
 
 def probe(lab: Lab, drafter: DFlowDrafter, rows: list[TrainingRow]) -> dict[str, Any]:

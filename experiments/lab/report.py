@@ -11,6 +11,7 @@ import numpy as np
 from experiments.common import markdown_table, with_interval
 from experiments.lab.variants import VARIANTS
 from hf_dflow.bench.intervals import bootstrap_interval
+from hf_dflow.generation.statistics import tokens_per_step
 
 BASELINE = "dflash"
 OFF = ", relay off"
@@ -53,8 +54,8 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
         pooled = np.sum([by_seed[seed] for seed in seeds], axis=0)
         entry = {
             "seeds": seeds,
-            "tokens_per_step": _figure(pooled, lambda tokens, steps: tokens / steps),
-            "tokens_per_step_by_seed": [float(by_seed[seed][0].sum() / by_seed[seed][1].sum()) for seed in seeds],
+            "tokens_per_step": _figure(pooled, tokens_per_step),
+            "tokens_per_step_by_seed": [tokens_per_step(*by_seed[seed].sum(axis=1)) for seed in seeds],
         }
         if all((kind, seed) in losses for seed in seeds):
             entry["mask_round_loss_by_seed"] = [losses[kind, seed] for seed in seeds]

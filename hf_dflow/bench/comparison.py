@@ -11,7 +11,7 @@ from rich.progress import track
 
 from hf_dflow.bench.answers import Answer, Plan, answer_all, warm_up
 from hf_dflow.bench.conditions import prompts_digest, run_conditions
-from hf_dflow.bench.figures import as_record, by_tasks, is_identical, pooled, times_of
+from hf_dflow.bench.figures import as_record, by_tasks, is_identical, times_of
 from hf_dflow.bench.intervals import with_interval
 from hf_dflow.bench.pairs import Pair
 from hf_dflow.bench.peak_memory import NOT_ASKED, peak_of, weight_bytes
@@ -19,6 +19,7 @@ from hf_dflow.bench.strategies import PLAIN, Contestant, Mode, classic_contestan
 from hf_dflow.bench.workloads import ALL_TASKS, Prompt, batches_of
 from hf_dflow.console import Presentation, Remark, ResultTable
 from hf_dflow.errors import DFlowError
+from hf_dflow.generation.statistics import AcceptanceStatistics
 
 BASELINE = "dflash"
 STRATEGIES = ("assisted", "prompt_lookup", "transformers_dflash", "dflash", "dflow")  # and plain, always
@@ -122,10 +123,6 @@ def run(
         measured |= {"not_run": not_run[name], "peak_memory": memory.get(name, {}), "latency": times_of(of_mode)}
         for task, group in by_tasks(of_mode).items():
             measured["by_task"][task]["latency"] = times_of(group)
-        for part in (measured["all"], *measured["by_task"].values()):
-            for counts in part["contestants"].values():
-                counts["wasted_ratio"] = 1.0 - counts["draft_acceptance_rate"]
-                counts["mean_accepted_length"] = counts["tokens_per_step"]["value"] - 1.0
     used = list(dict.fromkeys(answer.prompt for answer in counted.values()))
     batching = f", of times over batches; a request takes as long as its batch of {concurrency}"
     device = pair.target.device
@@ -175,7 +172,7 @@ def notes(answers: Sequence[Answer]) -> list[str]:
     for mode in dict.fromkeys(answer.mode.name for answer in answers):
         of_mode = [answer for answer in answers if answer.mode.name == mode]
         for name in of_mode[0].runs:
-            rate = pooled([answer.runs[name].statistics for answer in of_mode]).tokens_per_step
+            rate = AcceptanceStatistics.pooled(answer.runs[name].statistics for answer in of_mode).tokens_per_step
             if name != PLAIN and rate <= NOT_HELPING:
                 sentences.append(f"{mode}: speculation is not helping with {name}: {rate:.2f} tokens per step")
     return sentences
@@ -216,7 +213,11 @@ def present(record: Mapping[str, Any]) -> Presentation:
         counts = ", ".join(f"{name} {count}" for name, count in same["identical_to_plain"].items())
         text = f"Greedy texts equal to the target's own, of {same['compared_with_plain']}: {counts}"
         remarks.append(Remark(text, "" if is_identical(dict(record)) else "red"))
-    remarks.append(Remark("tokens/step counts the bonus, accepted drafts (the mean accepted length) does not."))
+    remarks.append(
+        Remark(
+            "tokens/step: emitted tokens of drafting steps over these steps; accepted drafts: the mean accepted length."
+        )
+    )
     remarks += [Remark(note, "yellow") for note in record["notes"]]
     title = f"{record['conditions']['target']}, drafter {record['conditions']['drafter']}"
     return Presentation(title, tables, remarks, record["conditions"])
@@ -283,7 +284,7 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
         panel.set_xticks([index + 0.4 - width / 2 for index in range(len(tasks))], tasks)
         panel.axhline(1.0, color="gray", linewidth=0.8)
         panel.set_title(mode)
-    panels[0].set_ylabel("tokens per step, bonus counted")
+    panels[0].set_ylabel("tokens per step")
     panels[0].legend(fontsize="small")
     picture.savefig(path, dpi=110)
 

@@ -16,6 +16,7 @@ from hf_dflow.bench.figures import Timed, latencies
 from hf_dflow.bench.workloads import ALL_TASKS, Prompt
 from hf_dflow.console import Presentation, Remark, ResultTable
 from hf_dflow.errors import DFlowError
+from hf_dflow.generation.statistics import tokens_per_step
 
 PREFIX = "vllm:spec_decode_"
 TIMES = ("p50 s", "p95 s", "p99 s", "first token s", "per token ms", "tokens/s")
@@ -40,6 +41,7 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
     by_task: dict[str, list[RequestResult]] = {}
     for result in results:
         by_task.setdefault(result.prompt.task, []).append(result)
+    whole_load = summarise_load(results, seconds)
     mode = f"T={settings.temperature:g}"
     conditions = {
         **dict.fromkeys(UNSEEN, "the server's own"),
@@ -56,9 +58,9 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
         "measuring": "one request to warm up, then as many at a time as stated",
     }
     return {
-        "all": summarise_load(results, seconds),
+        "all": whole_load,
         "by_task": {task: summarise_load(group) for task, group in by_task.items()},
-        "acceptance": acceptance_between(before, after),
+        "acceptance": with_tokens_per_step(acceptance_between(before, after), whole_load),
         "conditions": run_conditions(**conditions),
     }
 
@@ -119,7 +121,7 @@ def parse_spec_metrics(text: str) -> dict[str, float]:
 def acceptance_between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
     """Acceptance of a run from vLLM's counters around it; `None` where there are none, or they were reset.
 
-    vLLM counts as this package does: drafts without the bonus; its mean acceptance length is tokens per step.
+    As vLLM counts: drafts behind the end of a text are drafts, and each step has a bonus, emitted or not.
     """
     names = [f"{PREFIX}num_drafts", f"{PREFIX}num_draft_tokens", f"{PREFIX}num_accepted_tokens"]
     if any(name not in after for name in names):
@@ -140,9 +142,27 @@ def acceptance_between(before: Mapping[str, float], after: Mapping[str, float]) 
         "draft_acceptance_rate": accepted / drafted,
         "wasted_ratio": 1.0 - accepted / drafted,
         "mean_accepted_length": accepted / steps,
-        "tokens_per_step": 1.0 + accepted / steps,
+        "mean_acceptance_length": 1.0 + accepted / steps,
         "acceptance_rate_per_position": [by_position[position] for position in sorted(by_position)],
     }
+
+
+def with_tokens_per_step(acceptance: Mapping[str, Any] | None, load: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Acceptance of [`acceptance_between`] with `tokens_per_step`, from the tokens of the load's answers.
+
+    The first token of an answer comes from its prefill, the others from steps, as long as each step drafts. `None`
+    where tokens were not counted by the server, where an answer is not whole, or where the counters are of more than
+    this load.
+    """
+    if acceptance is None:
+        return None
+    answers, steps = load["outcomes"].get(OK, 0), acceptance["num_spec_steps"]
+    accepted, emitted = acceptance["num_accepted_draft_tokens"], load["output_tokens"] - answers
+    is_whole = answers == load["requests"] and load["tokens_counted_by"] == "the server"
+    rate = None
+    if is_whole and emitted >= accepted:
+        rate = tokens_per_step(min(emitted, accepted + steps), steps)  # no step emits more than one token of its own
+    return {**acceptance, "tokens_per_step": rate}
 
 
 def present(record: Mapping[str, Any]) -> Presentation:
@@ -160,11 +180,13 @@ def present(record: Mapping[str, Any]) -> Presentation:
     if acceptance is None:
         remarks.append(Remark(f"The server does not report its drafts (no {PREFIX}* at /metrics)."))
     else:
+        rate = acceptance["tokens_per_step"]
         remarks.append(
             Remark(
-                f"{acceptance['tokens_per_step']:.2f} tokens per step ({acceptance['mean_accepted_length']:.2f} "
-                f"accepted drafts + 1 bonus), {acceptance['draft_acceptance_rate']:.1%} of drafts accepted, "
-                f"{acceptance['wasted_ratio']:.1%} wasted, by the server's own counters"
+                f"{'unknown' if rate is None else format(rate, '.2f')} tokens per step; mean acceptance length "
+                f"{1.0 + acceptance['mean_accepted_length']:.2f} (accepted drafts + 1), "
+                f"{acceptance['draft_acceptance_rate']:.1%} of drafts accepted, {acceptance['wasted_ratio']:.1%} "
+                "wasted, by the server's own counters"
             )
         )
     table = ResultTable(record["conditions"]["target"], ("task",), ("outcomes", *TIMES), rows)

@@ -10,7 +10,7 @@ import numpy as np
 from hf_dflow.bench.answers import Answer
 from hf_dflow.bench.intervals import figure, grouped_median, percentiles, resampled_sums
 from hf_dflow.bench.strategies import PLAIN
-from hf_dflow.generation.statistics import AcceptanceStatistics
+from hf_dflow.generation.statistics import AcceptanceStatistics, tokens_per_step
 
 
 def as_record(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
@@ -59,22 +59,25 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
         for row, name in enumerate(measured):
             run = answer.runs[name]
             counts[:, row, columns[answer.prompt.task, answer.prompt.text]] += (
-                run.statistics.num_accepted_draft_tokens,
+                run.statistics.num_step_tokens,
                 run.statistics.num_spec_steps,
                 run.own_seconds,
                 len(run.new_tokens),
             )
-    accepted, steps, seconds, tokens = resampled_sums(counts.reshape(-1, len(columns))).reshape(4, len(measured), -1)
-    tokens_per_step = dict(zip(measured, 1.0 + accepted / np.maximum(steps, 1), strict=True))
+    emitted, steps, seconds, tokens = resampled_sums(counts.reshape(-1, len(columns))).reshape(4, len(measured), -1)
+    rates = dict(zip(measured, tokens_per_step(emitted, steps), strict=True))
     seconds_per_token = dict(zip(measured, seconds / np.maximum(tokens, 1), strict=True))
     contestants = {}
     for row, name in enumerate(names):
-        total = pooled([answer.runs[name].statistics for answer in answers])
+        total = AcceptanceStatistics.pooled(answer.runs[name].statistics for answer in answers)
         forwards = sum(answer.runs[name].own_target_forwards for answer in answers)
         contestants[name] = {
-            "tokens_per_step": figure(tokens_per_step[name]),
+            "tokens_per_step": figure(rates[name]),
+            "mean_accepted_length": total.mean_accepted_length,
+            "mean_acceptance_length": total.mean_acceptance_length,
             "accepted_length_std": total.accepted_length_std,
             "draft_acceptance_rate": total.draft_acceptance_rate,
+            "wasted_ratio": total.wasted_ratio,
             "acceptance_rate_per_position": total.acceptance_rate_per_position,
             "target_forwards_per_token": forwards / max(1, tokens[row, 0]),
             "num_spec_steps": total.num_spec_steps,
@@ -83,31 +86,24 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
         }
         if has_plain:
             contestants[name]["speed_up"] = figure(seconds_per_token[PLAIN] / seconds_per_token[name])
-    differences = {}
-    for name, base in [*((name, baseline) for name in names if name != baseline), *also]:
-        if name in names and base in names:
-            rates, base_rates = tokens_per_step[name], tokens_per_step[base]
-            differences[f"{name} - {base}"] = {
-                "difference": figure(rates - base_rates),
-                "gain": figure(rates / base_rates - 1.0),
-            }
-    record: dict[str, Any] = {"prompts": len(columns), "contestants": contestants, "differences": differences}
+    pairs = [*((name, baseline) for name in names if name != baseline), *also]
+    record: dict[str, Any] = {
+        "prompts": len(columns),
+        "contestants": contestants,
+        "differences": {
+            f"{name} - {base}": difference(rates[name], rates[base])
+            for name, base in pairs
+            if name in names and base in names
+        },
+    }
     if has_plain:
         record["plain_seconds_per_token"] = float(seconds_per_token[PLAIN][0])
     return record
 
 
-def pooled(statistics: Sequence[AcceptanceStatistics]) -> AcceptanceStatistics:
-    """One record of all steps, in which long answers weigh more than short ones."""
-    total = AcceptanceStatistics()
-    for answer in statistics:
-        total.per_step_accepted += answer.per_step_accepted
-        total.per_step_drafted += answer.per_step_drafted
-        total.predictions += answer.predictions
-        total.num_target_forwards += answer.num_target_forwards
-        total.num_draft_forwards += answer.num_draft_forwards
-        total.num_output_tokens += answer.num_output_tokens
-    return total
+def difference(rates: np.ndarray, base_rates: np.ndarray) -> dict[str, Any]:
+    """How much longer steps are than the base's, in tokens and as a share; see [`figure`]."""
+    return {"difference": figure(rates - base_rates), "gain": figure(rates / base_rates - 1.0)}
 
 
 def identity(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -144,6 +140,9 @@ def _row(answer: Answer) -> dict[str, Any]:
             "new_tokens": len(run.new_tokens),
             "accepted": run.statistics.num_accepted_draft_tokens,
             "steps": run.statistics.num_spec_steps,
+            "emitted": run.statistics.num_step_tokens,
+            "drafted": run.statistics.num_draft_tokens,
+            "offered": run.statistics.num_offered_draft_tokens,
             "target_forwards": run.target_forwards,
             "seconds": round(run.seconds, 4),
         }

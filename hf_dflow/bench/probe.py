@@ -19,6 +19,7 @@ from hf_dflow.bench.workloads import Prompt
 from hf_dflow.console import Presentation, Remark, ResultTable
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation._compat import capture_features
+from hf_dflow.generation.statistics import tokens_per_step
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.packing import IGNORED, Anchors, Sequences
 from hf_dflow.training.proposals import greedy_proposals, proposal_features
@@ -51,7 +52,7 @@ def figures(counts: ProbeCounts) -> dict[str, float]:
     """Shares and tokens per step of `counts`; a share of nothing is 0."""
     hinted, failures = max(counts.hinted_slots, 1), max(counts.hinted_failures, 1)
     return {
-        "tokens_per_step": counts.tokens / max(counts.steps, 1),
+        "tokens_per_step": tokens_per_step(counts.tokens, counts.steps),
         "re_convergence": counts.reconverged / hinted,
         "redrafted": counts.redrafted / hinted,
         "only_verifier": counts.only_verifier / hinted,

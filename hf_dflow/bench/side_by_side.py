@@ -21,7 +21,7 @@ MEASURES = {  # heading: field of an entry, format
     "tokens/step": ("tokens_per_step", "{:.2f}"),
     "accepted": ("acceptance", "{:.1%}"),
 }
-PANELS = {"tokens_per_second": "tokens/s", "p95": "p95, s", "tokens_per_step": "tokens per step, bonus counted"}
+PANELS = {"tokens_per_second": "tokens/s", "p95": "p95, s", "tokens_per_step": "tokens per step"}
 STATIC_BATCH = (
     "In this process, prompts decoded together are one batch, which ends with its last answer; an endpoint begins the "
     "next request when one ends. Tokens/s of a task are given where each task was measured by itself."

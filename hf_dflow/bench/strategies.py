@@ -252,14 +252,13 @@ def count_forwards(model: torch.nn.Module | None) -> Iterator[list[float]]:
 class StepCounter(BaseStreamer):
     """Counts the steps of transformers' assisted generation, which keeps no statistics.
 
-    The length of the target's input shows how many drafts a step verifies; what is streamed after it, how many were
-    accepted.
+    The target's input shows which drafts a step verifies; what is streamed after it, how many were accepted.
     """
 
     def __init__(self, prompt_length: int):
         self.statistics = AcceptanceStatistics()
         self._not_drafted = prompt_length  # tokens of the next forward that are no drafts
-        self._input_length = 0
+        self._drafts: torch.Tensor | None = None  # of the last forward, `[n]`
         self._has_prompt = False
 
     @contextmanager
@@ -268,7 +267,7 @@ class StepCounter(BaseStreamer):
 
         def observe(_, args, kwargs):
             input_ids = kwargs.get("input_ids", args[0] if args else None)
-            self._input_length = 0 if input_ids is None else input_ids.shape[1]
+            self._drafts = None if input_ids is None else input_ids[0, self._not_drafted :]
 
         handle = target.register_forward_pre_hook(observe, with_kwargs=True)
         try:
@@ -281,9 +280,19 @@ class StepCounter(BaseStreamer):
         if not self._has_prompt:
             self._has_prompt = True
             return
-        emitted = value.numel()
-        self.statistics.record(drafted=self._input_length - self._not_drafted, accepted=emitted - 1, emitted=emitted)
+        tokens = value.flatten().tolist()
+        drafts = [] if self._drafts is None else self._drafts.tolist()
+        accepted = 0
+        while accepted < min(len(tokens), len(drafts)) and tokens[accepted] == drafts[accepted]:
+            accepted += 1
+        self.statistics.record(drafted=len(drafts), accepted=accepted, emitted=len(tokens))
         self._not_drafted = 1
+        if not drafts:
+            self._drafts = None
 
     def end(self) -> None:
-        """Do nothing: every step was counted when its tokens came."""
+        """Leave out what the last step drafted behind the end of the text."""
+        if self._drafts is not None:
+            steps = self.statistics
+            judged = min(steps.per_step_drafted[-1], steps.per_step_emitted[-1])
+            steps.per_step_offered[-1] = steps.per_step_positions[-1] = judged

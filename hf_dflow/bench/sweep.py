@@ -20,7 +20,7 @@ from hf_dflow.generation.configuration import DFlowGenerationConfig
 
 RECORD = "sweep.json"
 KEYS = ("task", "T", "tokens", "at a time")
-MEASURES = ("best setting", "tokens/step", "speed-up", "use the drafter")
+MEASURES = ("best setting", "tokens/step", "tokens/forward", "speed-up", "use the drafter")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Point:
     tokens_per_second: float
     plain_tokens_per_second: float
     tokens_per_step: float
+    tokens_per_target_forward: float  # also over forwards in which the policy did not draft
 
     def as_record(self) -> dict[str, Any]:
         """The point for JSON, its setting apart from its figures."""
@@ -137,6 +138,7 @@ def _points(measured: Mapping[str, Any], mode: Mode, length: int, concurrency: i
                     tokens_per_second=rates[_name(size)],
                     plain_tokens_per_second=rates["plain"],
                     tokens_per_step=part["contestants"][_name(size)]["tokens_per_step"]["value"],
+                    tokens_per_target_forward=1.0 / part["latency"][_name(size)]["target_forwards_per_token"],
                 )
             )
     return points
@@ -160,6 +162,7 @@ def best(points: Sequence[Point]) -> list[dict[str, Any]]:
             "concurrency": point.concurrency,
             "generation_defaults": point.generation_defaults(),
             "tokens_per_step": point.tokens_per_step,
+            "tokens_per_target_forward": point.tokens_per_target_forward,
             "speed_up": point.tokens_per_second / point.plain_tokens_per_second,
             "use_drafter": point.tokens_per_second > point.plain_tokens_per_second,
         }
@@ -206,7 +209,9 @@ def present(record: Mapping[str, Any]) -> Presentation:
         setting = ", ".join(f"{name}={value}" for name, value in entry["generation_defaults"].items())
         pays = "yes" if entry["use_drafter"] else "no: plain decoding is faster here"
         condition = [entry["task"], f"{entry['temperature']:g}", str(entry["output_tokens"]), str(entry["concurrency"])]
-        rows.append([*condition, setting, f"{entry['tokens_per_step']:.2f}", f"{entry['speed_up']:.2f}", pays])
-    rows += [["all", "all", "all", "all", f"block {size} not run", "–", "–", "–"] for size in record["left_out"]]
+        rates = [f"{entry[key]:.2f}" for key in ("tokens_per_step", "tokens_per_target_forward", "speed_up")]
+        rows.append([*condition, setting, *rates, pays])
+    nothing = ["–"] * (len(MEASURES) - 1)
+    rows += [["all", "all", "all", "all", f"block {size} not run", *nothing] for size in record["left_out"]]
     remarks = [Remark(f"block {size} was not run: {reason}", "yellow") for size, reason in record["left_out"].items()]
     return Presentation("Sweep", [ResultTable("the fastest setting", KEYS, MEASURES, rows)], remarks)

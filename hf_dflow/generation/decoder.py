@@ -304,10 +304,22 @@ class BlockLoop:
     def _record(self, proposal: Proposal, chain: Proposal, emissions: list[Emission], started: float | None) -> None:
         if self.monitor is not None and started is not None:
             seconds = self.monitor.monitor.clock() - started  # without what a streamer takes
-            self.monitor.end_step(chain.lengths, [emission.accepted for emission in emissions], seconds)
+            self.monitor.end_step(
+                [emission.offered(proposal, index) for index, emission in enumerate(emissions)],
+                [emission.accepted for emission in emissions],
+                seconds,
+                emitted=[emission.count for emission in emissions],
+            )
         for index, (row, emission) in enumerate(zip(self.state.rows, emissions, strict=True)):
-            row.statistics.record(drafted=proposal.lengths[index], accepted=emission.accepted, emitted=emission.count)
-            if row.policy.learn(chain.lengths[index], emission.accepted):
+            positions = emission.offered(chain, index)
+            row.statistics.record(
+                drafted=proposal.lengths[index],
+                accepted=emission.accepted,
+                emitted=emission.count,
+                offered=emission.offered(proposal, index),
+                positions=positions,
+            )
+            if row.policy.learn(positions, emission.accepted):
                 self.warn_once(
                     f"None of the drafts of {PATIENCE} steps was accepted; decoding continues without drafts, and "
                     "tries the drafter again now and then."

@@ -153,6 +153,14 @@ class Emission:
         """Emitted tokens."""
         return len(self.tokens)
 
+    def offered(self, proposal: Proposal, row: int) -> int:
+        """How many of a row's drafts were judged: where the sequence ends, none behind its end."""
+        if not self.is_last:
+            return proposal.lengths[row]
+        if proposal.tree is not None:
+            return sum(depth <= self.count for depth in proposal.tree.depths)
+        return min(proposal.lengths[row], self.count)
+
 
 @dataclass(frozen=True)
 class VerifierFeedback:

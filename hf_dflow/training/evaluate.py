@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hf_dflow.generation.configuration import DFlowGenerationConfig
+from hf_dflow.generation.statistics import AcceptanceStatistics
 from hf_dflow.model.drafter import DFlowDrafter
 
 
@@ -15,6 +16,7 @@ class DecodingCounts:
 
     prompts: int = 0
     histogram: list[int] = field(default_factory=list)  # steps with 0, 1, … accepted drafts
+    statistics: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)  # of all prompts
 
     @property
     def steps(self) -> int:
@@ -22,9 +24,8 @@ class DecodingCounts:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean accepted length and the bonus token; 1 without any step."""
-        accepted = sum(length * steps for length, steps in enumerate(self.histogram))
-        return 1.0 + accepted / max(1, self.steps)
+        """Emitted tokens a step; 1 without any step."""
+        return self.statistics.tokens_per_step
 
     @property
     def first_draft_rate(self) -> float:
@@ -35,6 +36,7 @@ class DecodingCounts:
         """For JSON."""
         return {
             "tokens_per_step": round(self.tokens_per_step, 4),
+            "tokens_per_target_forward": round(self.statistics.tokens_per_target_forward, 4),
             "first_draft_rate": round(self.first_draft_rate, 4),
             "prompts": self.prompts,
             "steps": self.steps,
@@ -56,7 +58,7 @@ def decode(
         prompts (`list[list[int]]`): Token ids of each prompt.
         use_relay (`bool`, *optional*): Off and on compare the same weights; the drafter's default otherwise.
     """
-    histogram = [0] * drafter.config.block_size
+    answers: list[AcceptanceStatistics] = []
     pad_id = target.generation_config.pad_token_id
     config = DFlowGenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -76,8 +78,9 @@ def decode(
                 assistant_model=drafter,
                 generation_config=config,
             )
-            for accepted in output.statistics.per_step_accepted:
-                histogram[accepted] += 1
+            answers.append(output.statistics)
     finally:
         drafter.train(was_training)
-    return DecodingCounts(len(prompts), histogram)
+    total = AcceptanceStatistics.pooled(answers)
+    histogram = [total.per_step_accepted.count(length) for length in range(drafter.config.block_size)]
+    return DecodingCounts(len(prompts), histogram, total)

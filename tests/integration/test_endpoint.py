@@ -10,7 +10,13 @@ from openai_server import WORDS, Handler, serving
 from typer.testing import CliRunner
 
 from hf_dflow.bench.endpoint import KEY_VARIABLE, EndpointSettings, run_load
-from hf_dflow.bench.endpoint_record import acceptance_between, measure, parse_spec_metrics, summarise_load
+from hf_dflow.bench.endpoint_record import (
+    acceptance_between,
+    measure,
+    parse_spec_metrics,
+    summarise_load,
+    with_tokens_per_step,
+)
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.cli import app
 from hf_dflow.errors import DFlowError
@@ -227,8 +233,13 @@ def test_acceptance_is_the_difference():
     after = parse_spec_metrics(METRICS % (110, 220, 35, 24, 11))
     found = acceptance_between(before, after)
     assert found["num_spec_steps"] == 10 and found["num_draft_tokens"] == 20
-    assert found["draft_acceptance_rate"] == 0.75 and found["tokens_per_step"] == 2.5
+    assert found["draft_acceptance_rate"] == 0.75 and found["mean_acceptance_length"] == 2.5
     assert found["acceptance_rate_per_position"] == [0.9, 0.6]
+    load = {"outcomes": {"ok": 2}, "requests": 2, "output_tokens": 24, "tokens_counted_by": "the server"}
+    assert with_tokens_per_step(found, load)["tokens_per_step"] == 2.2  # 10 steps, of which the ends cut 3 tokens
+    for change in ({"requests": 3}, {"tokens_counted_by": "pieces of text"}, {"output_tokens": 12}):
+        assert with_tokens_per_step(found, {**load, **change})["tokens_per_step"] is None, "unknown here"
+    assert with_tokens_per_step(None, load) is None
     assert acceptance_between({}, parse_spec_metrics("vllm:num_requests_running 1.0\n")) is None
     assert acceptance_between(after, before) is None  # restarted in between
     two = parse_spec_metrics((METRICS % (1, 2, 1, 1, 0)).replace('"0",m', '"1",m') + METRICS % (1, 2, 1, 1, 0))

@@ -145,9 +145,11 @@ def test_statistics_by_hand():
     assert statistics.draft_acceptance_rate == pytest.approx(16 / 33)
     assert statistics.wasted_ratio == pytest.approx(17 / 33)
     assert statistics.acceptance_histogram == [1, 1, 0, 1, 0, 1, 0, 1]
-    assert statistics.acceptance_rate_per_position == pytest.approx([0.8, 0.6, 0.6, 0.4, 0.4, 0.2, 0.2])
+    # Four of the five steps have room for positions 6 and 7.
+    assert statistics.acceptance_rate_per_position == pytest.approx([0.8, 0.6, 0.6, 0.4, 0.4, 0.25, 0.25])
     assert statistics.accepted_length_std == pytest.approx(2.5612496949731396)  # of 3, 0, 7, 1, 5 around 3.2
     assert statistics.target_forwards_per_token == pytest.approx(6 / 22)
+    assert statistics.tokens_per_target_forward == pytest.approx(22 / 6)
     assert statistics.verification == "greedy"
     assert statistics.lossless is True
     (row,) = statistics.per_row

@@ -12,7 +12,7 @@ from hf_dflow.cli import app
 
 
 def point(task, size, rate, *, temperature=0.0, rule=None, plain=10.0, length=64, concurrency=1):
-    return Point(task, temperature, length, concurrency, size, rule, rate, plain, 2.0)
+    return Point(task, temperature, length, concurrency, size, rule, rate, plain, 2.0, 1.5)
 
 
 def test_the_fastest_setting_of_each_task():

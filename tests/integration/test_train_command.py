@@ -106,7 +106,8 @@ def test_tokens_per_step_are_decoded_during_training(trained):
     assert [line["update"] for line in decoded] == [0, 10, 20]
     for line in decoded:
         accepted = sum(i * steps for i, steps in enumerate(line["acceptance_histogram"]))
-        assert line["tokens_per_step"] == pytest.approx(1 + accepted / line["steps"], abs=1e-4) and line["prompts"] == 3
+        whole, cut = 1 + accepted / line["steps"], 3 / line["steps"]  # each of the three texts may cut one step
+        assert whole - cut - 1e-4 < line["tokens_per_step"] < whole + 1e-4 and line["prompts"] == 3
     assert all(len(line["losses"]) == (1 if line["update"] <= 8 else 3) for line in lines if "losses" in line)
 
 

@@ -103,6 +103,9 @@ def test_every_mode_and_task_has_its_own_figures():
         "new_tokens": 7,
         "accepted": 5,
         "steps": 1,
+        "emitted": 6,
+        "drafted": 7,
+        "offered": 7,
         "target_forwards": 2,
         "seconds": 1.0,
     }

@@ -26,6 +26,10 @@ steps = {"accepted": accepted, "drafted": drafted}
 found = {
     "counts": say["acceptance"].compute(**steps),
     "timed": say["acceptance"].compute(**steps, wall_seconds=2.0),
+    "cut": say["acceptance"].compute(
+        **steps, wall_seconds=2.0, emitted=[4, 1, 3, 3, 2], offered=[3, 3, 3, 3, 1], output_tokens=14, target_forwards=7
+    ),
+    "cut_position": say["acceptance_per_position"].compute(**steps, positions=[3, 3, 3, 3, 1]),
     "clipped": say["acceptance"].compute(**steps, wall_seconds=2.0, output_tokens=13),
     "position": say["acceptance_per_position"].compute(**steps),
     "spread": say["accepted_length_spread"].compute(**steps, tasks=tasks),
@@ -60,6 +64,7 @@ def test_acceptance_by_hand(found):
             "accept_rate": 9 / 14,
             "wasted_ratio": 5 / 14,
             "mean_accepted_length": 1.8,
+            "mean_acceptance_length": 2.8,
             "tokens_per_step": 2.8,
             "num_spec_steps": 5,
             "num_draft_tokens": 14,
@@ -78,10 +83,28 @@ def test_throughput_with_and_without_the_bonus(found):
     assert "effective_tps" not in found["counts"]
 
 
+def test_a_step_that_the_end_of_a_text_cut(found):
+    """N24: a step counted whole, or drafts behind the end counted as rejected."""
+    cut = found["cut"]
+    assert cut["tokens_per_step"] == 13 / 5 and cut["mean_acceptance_length"] == 2.8
+    assert cut["accept_rate"] == 9 / 13 and cut["wasted_ratio"] == 5 / 14
+    assert cut["tokens_per_target_forward"] == 2.0 and cut["effective_tps_with_bonus"] == 7.0
+    assert found["cut_position"]["acceptance_rate_per_position"] == pytest.approx([4 / 5, 3 / 4, 2 / 4])
+
+
+@pytest.mark.parametrize(
+    "lists", [{"emitted": [1]}, {"emitted": [3, 0]}, {"emitted": [5, 1]}, {"offered": [4, 3]}, {"positions": [2, 3]}]
+)
+def test_steps_of_which_something_was_cut_that_no_run_has(lists):
+    """N24: lists of different lengths, or tokens and judged drafts that contradict the accepted ones."""
+    with pytest.raises(DFlowError, match="give"):
+        metrics.statistics_of([3, 0], [3, 3], **lists)
+
+
 def test_positions_by_hand(found):
-    """Bug: unconditional and conditional rates mixed up, or a position counted for steps that did not draft it."""
+    """Bug: unconditional and conditional rates mixed up; N24: a position counted for steps that did not draft it."""
     position = found["position"]
-    assert position["acceptance_rate_per_position"] == pytest.approx([4 / 5, 3 / 5, 2 / 5])
+    assert position["acceptance_rate_per_position"] == pytest.approx([4 / 5, 3 / 5, 2 / 4])
     # Of 5 steps 4 accepted the first; of these 4 three the second; of these 3 two the third.
     assert position["conditional_acceptance_rate_per_position"] == pytest.approx([4 / 5, 3 / 4, 2 / 3])
     assert position["acceptance_histogram"] == [1, 1, 1, 2]

@@ -115,6 +115,8 @@ class MonitorSettings:
 class _Totals:
     drafted: int = 0
     accepted: int = 0
+    emitted: int = 0  # by all forwards, with drafts or without
+    forwards: int = 0  # of the target, each sequence's own
     spec_steps: int = 0
     plain_steps: int = 0
     switches: int = 0
@@ -130,7 +132,7 @@ class MonitoredRoute:
         self.monitor, self.name = monitor, name
         self._lock = threading.Lock()
         self._state, self._is_low = DRAFTING, False
-        self._window: deque[tuple[int, int]] = deque(maxlen=monitor.settings.window)  # (drafted, accepted)
+        self._window: deque[tuple[int, int, int]] = deque(maxlen=monitor.settings.window)  # drafted, accepted, emitted
         self._spec_seconds: deque[float] = deque(maxlen=KEPT_TIMES)
         self._plain_seconds: deque[float] = deque(maxlen=KEPT_TIMES)
         self._pause_left, self._next_pause = 0, monitor.settings.first_pause
@@ -157,12 +159,20 @@ class MonitoredRoute:
             return None
         return median(self._spec_seconds) / median(self._plain_seconds)
 
-    def end_step(self, drafted: Sequence[int], accepted: Sequence[int], seconds: float | None = None) -> None:
+    def end_step(
+        self,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        seconds: float | None = None,
+        emitted: Sequence[int] | None = None,
+    ) -> None:
         """Report a step.
 
         Args:
-            drafted, accepted (`list[int]`): Of each sequence of the batch; 0 where it did not draft.
+            drafted, accepted (`list[int]`): Of each sequence of the batch; 0 where it did not draft. Drafts behind the
+                end of a text are not counted.
             seconds (`float`, *optional*): Duration of the step. Required unless the monitor was given its times.
+            emitted (`list[int]`, *optional*): Tokens of each sequence; by default its accepted drafts and the bonus.
 
         Raises:
             DFlowError: Neither was given, so nothing could ever be judged.
@@ -171,11 +181,14 @@ class MonitoredRoute:
             raise DFlowError("end_step without seconds; give them, or the monitor its times=StepTimes(…)")
         events: list[RouteEvent] = []
         with self._lock:
-            pairs = [(tried, kept) for tried, kept in zip(drafted, accepted, strict=True) if tried]
+            counts = emitted or [kept + 1 for kept in accepted]
+            self._totals.emitted += sum(counts)
+            self._totals.forwards += len(counts)
+            steps = [step for step in zip(drafted, accepted, counts, strict=True) if step[0]]
             if seconds is not None:
-                (self._spec_seconds if pairs else self._plain_seconds).append(seconds)
-            if pairs:
-                self._note(pairs)
+                (self._spec_seconds if steps else self._plain_seconds).append(seconds)
+            if steps:
+                self._note(steps)
                 self._check_threshold(events)  # before a switch empties the window
                 self._judge(events)
             else:
@@ -190,11 +203,11 @@ class MonitoredRoute:
 
     # -- everything below is called with the lock held
 
-    def _note(self, pairs: list[tuple[int, int]]) -> None:
-        self._window.extend(pairs)
-        self._totals.spec_steps += len(pairs)
-        self._totals.drafted += sum(tried for tried, _ in pairs)
-        self._totals.accepted += sum(kept for _, kept in pairs)
+    def _note(self, steps: list[tuple[int, int, int]]) -> None:
+        self._window.extend(steps)
+        self._totals.spec_steps += len(steps)
+        self._totals.drafted += sum(tried for tried, _, _ in steps)
+        self._totals.accepted += sum(kept for _, kept, _ in steps)
         self._since_plain += 1
         self._tried += 1
 
@@ -246,9 +259,8 @@ class MonitoredRoute:
         self._state = state
 
     def _statistics(self) -> AcceptanceStatistics:
-        return AcceptanceStatistics(
-            per_step_accepted=[kept for _, kept in self._window], per_step_drafted=[tried for tried, _ in self._window]
-        )
+        drafted, accepted, emitted = map(list, zip(*self._window, strict=True)) if self._window else ([], [], [])
+        return AcceptanceStatistics(per_step_accepted=accepted, per_step_drafted=drafted, per_step_emitted=emitted)
 
     def _figures(self) -> RouteFigures:
         window, totals = self._statistics(), self._totals
@@ -262,6 +274,8 @@ class MonitoredRoute:
             num_accepted_draft_tokens=totals.accepted,
             num_spec_steps=totals.spec_steps,
             num_plain_steps=totals.plain_steps,
+            num_output_tokens=totals.emitted,
+            num_target_forwards=totals.forwards,
             num_switches=totals.switches,
             low_acceptance=self.monitor.threshold_of(self.name),
         )

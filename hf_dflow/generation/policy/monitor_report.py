@@ -22,6 +22,13 @@ class RouteFigures:
     num_plain_steps: int
     num_switches: int  # to plain decoding
     low_acceptance: float | None = None  # the threshold that was set for it
+    num_output_tokens: int = 0  # of all steps, the prefill's not counted
+    num_target_forwards: int = 0  # each sequence's own, with drafts or without, the prefill not counted
+
+    @property
+    def tokens_per_target_forward(self) -> float | None:
+        """Of all time, steps without drafts included, so that not drafting does not flatter; `None` without any."""
+        return self.num_output_tokens / self.num_target_forwards if self.num_target_forwards else None
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,10 @@ EXPORTED: tuple[tuple[str, str, str, Callable[[RouteFigures], float | None]], ..
      lambda route: route.state == DRAFTING),
     ("draft_acceptance_rate", "gauge", "Accepted over drafted, last steps.", lambda route: route.draft_acceptance_rate),
     ("low_acceptance_threshold", "gauge", "Acceptance rate that is reported.", lambda route: route.low_acceptance),
-    ("tokens_per_step", "gauge", "Accepted drafts and the bonus, last steps.", lambda route: route.tokens_per_step),
+    ("output_tokens_total", "counter", "Tokens of all steps, drafted or not.", lambda route: route.num_output_tokens),
+    ("target_forwards_total", "counter", "Target forwards, each sequence's own.",
+     lambda route: route.num_target_forwards),
+    ("tokens_per_step", "gauge", "Emitted tokens a step with drafts, last steps.", lambda route: route.tokens_per_step),
     ("break_even_tokens_per_step", "gauge", "From which drafting pays.", lambda route: route.break_even),
 )  # fmt: skip
 

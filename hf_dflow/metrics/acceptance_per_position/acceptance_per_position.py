@@ -10,9 +10,12 @@ INPUTS = """
 Args:
     accepted (list of int): accepted drafts of each step, the bonus token not counted.
     drafted (list of int): drafts verified in each step.
+    positions (list of int, optional): positions of each step that were judged, none behind a text's end; all by
+        default.
 Returns:
-    acceptance_rate_per_position: share of all steps whose accepted length reaches position 1, 2, … (as vLLM counts).
-    conditional_acceptance_rate_per_position: share of the steps that drafted this position and accepted all before
+    acceptance_rate_per_position: of the steps in which position 1, 2, … was judged, the share whose accepted length
+        reaches it (vLLM divides by all steps).
+    conditional_acceptance_rate_per_position: share of the steps that judged this position and accepted all before
         it; None where there is no such step.
     acceptance_histogram: steps that accepted 0, 1, … drafts.
 """
@@ -30,8 +33,8 @@ class AcceptancePerPosition(evaluate.Metric):
             features=datasets.Features({"accepted": whole, "drafted": whole}),
         )
 
-    def _compute(self, accepted, drafted):
-        statistics = statistics_of(accepted, drafted)
+    def _compute(self, accepted, drafted, positions=None):
+        statistics = statistics_of(accepted, drafted, positions=positions)
         return {
             "acceptance_rate_per_position": statistics.acceptance_rate_per_position,
             "conditional_acceptance_rate_per_position": statistics.conditional_acceptance_rate_per_position,
