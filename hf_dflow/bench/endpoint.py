@@ -29,6 +29,10 @@ RETRIED = (408, 409, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 10.0  # seconds that a server's Retry-After may ask for
 LONGEST_LINE = 2**20  # characters without an end of line, after which a stream is no stream of events
 LONGEST_REASON = 200  # characters of a server's own words
+LONGEST_BODY = 2**16  # characters of a body that are read for them
+# Where servers put these words, and what they call the end of an answer that they did not finish.
+REASONS = ("error", "errors", "message", "detail", "msg", "error_msg", "title", "reason")
+BROKEN_OFF = ("error", "abort", "aborted", "cancelled", "canceled", "failed", "timeout")
 TEXTS = ("content", "reasoning_content", "reasoning")  # of a piece; servers name a model's thoughts in two ways
 LARGEST_COUNT = 10**9  # tokens of an answer, above which a server's count is not believed
 
@@ -85,12 +89,26 @@ class EndpointSettings:
 
     def client_options(self) -> dict[str, Any]:
         """Options of httpx's clients. A proxy or .netrc of this machine would change what is measured."""
-        key, certificates = os.environ.get(KEY_VARIABLE), self.ca_file or os.environ.get("SSL_CERT_FILE")
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise DFlowError(f"{KEY_VARIABLE} holds characters that no header can hold; set it to the key itself")
         return {
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
-            "verify": ssl.create_default_context(cafile=str(certificates)) if certificates else True,
+            "verify": self._certificates(),
             "trust_env": False,
         }
+
+    def _certificates(self) -> Any:
+        file = self.ca_file or os.environ.get("SSL_CERT_FILE")
+        if not file:
+            return True
+        try:
+            return ssl.create_default_context(cafile=str(file))
+        except OSError as error:  # an SSLError is one
+            source = "--ca-file" if self.ca_file else "SSL_CERT_FILE"
+            raise DFlowError(
+                f"{source} {file}: no certificates to trust ({error.strerror or error}); give a PEM file of them"
+            ) from error
 
 
 def _has_host(url: str) -> bool:
@@ -200,12 +218,12 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    is_over, pieces = False, 0
+    is_over, pieces, other_lines = False, 0, []
     try:
         async with client.stream("POST", f"{settings.url.rstrip('/')}/chat/completions", json=body) as response:
             if response.status_code != 200:
                 raise await _refusal(response)
-            async for data in _events(response):
+            async for data in _events(response, other_lines):
                 if data.strip() == "[DONE]":
                     is_over = True
                     break
@@ -222,37 +240,66 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
     except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
         raise _Failure(STALLED, f"nothing for {settings.stall_seconds:g} s") from error
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        if "CERTIFICATE_VERIFY_FAILED" in str(error):
-            raise _Failure(UNREACHABLE, "its certificate is not trusted here; name its CA: --ca-file") from error
-        raise _Failure(UNREACHABLE, f"no connection ({type(error).__name__})", is_retried=True) from error
+        raise _no_connection(error) from error
     except httpx.TransportError as error:
         raise _Failure(CUT, f"the connection broke ({type(error).__name__})") from error
     if not result.tokens:  # nobody counted, or counted none though there is text
         result.tokens, result.is_counted_by_server = pieces, False
+    if not is_over and other_lines and not pieces:
+        raise _no_stream("\n".join(other_lines))
     if not is_over:
         raise _Failure(CUT, "the stream ended without [DONE] or a finish_reason")
 
 
-async def _events(response: Any) -> AsyncIterator[str]:
-    """The data of each event: its `data:` lines up to an empty line, as the HTML standard defines event streams."""
+def _no_connection(error: Exception) -> _Failure:
+    """Why there is none; another try helps unless it is about certificates or protocols."""
+    words = str(error) or type(error).__name__
+    if "CERTIFICATE_VERIFY_FAILED" in words:
+        reason = words.rsplit("verify failed: ", 1)[-1].split(" (_ssl")[0]
+        is_unknown = "self-signed" in reason or "self signed" in reason or "issuer" in reason
+        advice = "; name its CA: --ca-file" if is_unknown else ""
+        return _Failure(UNREACHABLE, f"its certificate is not trusted here ({reason}){advice}")
+    return _Failure(UNREACHABLE, f"no connection ({_reason(words)[2:]})", is_retried="[SSL" not in words)
+
+
+def _no_stream(body: str) -> _Failure:
+    """An answer with status 200 that holds no event: often an error, else one that was not streamed."""
+    with suppress(ValueError, RecursionError):
+        reason = _reason(json.loads(body))
+        if reason:
+            return _Failure(REFUSED, f"the server reports an error{reason}")
+    return _Failure(MALFORMED, f"no stream of events{_reason(_plain(body))}")
+
+
+async def _events(response: Any, other_lines: list[str]) -> AsyncIterator[str]:
+    """The data of each event: its `data:` lines up to an empty line, as the HTML standard defines event streams.
+
+    Args:
+        other_lines (`list[str]`): Gets what is no line of a stream.
+    """
     data: list[str] = []
+    num_others = 0
     async for line in _lines(response):
         if line.startswith("data:"):
             data.append(line[5:].removeprefix(" "))
         elif not line and data:
             yield "\n".join(data)
             data = []
+        elif line and not line.startswith((":", "event:", "id:", "retry:")) and num_others < LONGEST_BODY:
+            num_others += len(line)
+            other_lines.append(line)
     if data:
         yield "\n".join(data)
 
 
 async def _lines(response: Any) -> AsyncIterator[str]:
     """Lines of a stream, without a byte-order mark; a server that never ends one is malformed, not a full memory."""
-    rest, is_first = "", True
+    rest, is_first, ended_in_return = "", True, False
     async for text in response.aiter_text():
-        rest += text.removeprefix("\ufeff") if is_first else text
-        is_first = False
-        *lines, rest = rest.replace("\r\n", "\n").split("\n")
+        text = text.removeprefix("\ufeff") if is_first else text
+        rest += text.removeprefix("\n") if ended_in_return else text
+        is_first, ended_in_return = False, text.endswith("\r")  # a line may end with \r\n, \n or \r
+        *lines, rest = rest.replace("\r\n", "\n").replace("\r", "\n").split("\n")
         for line in lines:
             yield line
         if len(rest) > LONGEST_LINE:
@@ -264,8 +311,8 @@ async def _lines(response: Any) -> AsyncIterator[str]:
 def _piece(data: str) -> Piece:
     """What an event brings; whatever a server leaves out is only missing."""
     try:
-        event = json.loads(data)
-        if event.get("error") is not None or event.get("object") == "error" or "detail" in event:
+        event = (json.loads(data) if data.strip() else None) or {}
+        if _is_error(event):
             raise _Failure(REFUSED, f"the server reports an error in the stream{_reason(event)}")
         count = (event.get("usage") or {}).get("completion_tokens")
         if count is not None and (isinstance(count, bool) or count != int(count) or not 0 <= count <= LARGEST_COUNT):
@@ -273,34 +320,69 @@ def _piece(data: str) -> Piece:
         text, is_last = "", False
         for choice in event.get("choices") or []:
             delta, finish = choice.get("delta") or {}, choice.get("finish_reason")
-            if finish in ("error", "abort"):
-                raise _Failure(REFUSED, f"the server ended the answer: {finish}")
-            text += next((delta[key] for key in TEXTS if delta.get(key)), "")
+            kind = finish.get("type") if isinstance(finish, dict) else finish
+            if choice.get("error") or (isinstance(kind, str) and kind.lower() in BROKEN_OFF):
+                raise _Failure(REFUSED, f"the server ended the answer{_reason(choice) or f': {kind}'}")
+            text += next((_text(delta[key]) for key in TEXTS if delta.get(key)), "")
             is_last = is_last or bool(finish)
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _Failure(MALFORMED, f"an event that is none ({type(error).__name__})") from error
     return Piece(text, None if count is None else int(count), is_last)
 
 
+def _is_error(event: dict[str, Any]) -> bool:
+    says_so = event.get("object") == "error" or event.get("type") == "error"
+    without_choices = () if event.get("choices") else ("message",)
+    return says_so or any(event.get(name) for name in ("error", "errors", "detail", *without_choices))
+
+
+def _text(content: Any) -> str:
+    """The text of a piece; some servers send a list of parts."""
+    return "".join(part.get("text") or "" for part in content) if isinstance(content, list) else content
+
+
 async def _refusal(response: Any) -> _Failure:
     """A status that is no answer, with the server's own reason."""
+    import httpx
+
     status, wait = response.status_code, None
     with suppress(ValueError, TypeError):  # it may be a date, or missing: the usual pause will do
         wait = max(0.0, float(response.headers.get("retry-after")))
-    reason = ""
-    with suppress(ValueError):
-        reason = _reason(json.loads(await response.aread()))
+    body = ""
+    with suppress(httpx.HTTPError):  # what cannot be read takes nothing from the status
+        async for text in response.aiter_text():
+            body += text
+            if len(body) > LONGEST_BODY:
+                break
+    try:
+        reason = _reason(json.loads(body))
+    except (ValueError, RecursionError):
+        reason = _reason(_plain(body))
+    if response.has_redirect_location:
+        reason = _reason(f"redirects to {response.headers['location']}")
     return _Failure(REFUSED, f"status {status}{reason}", is_retried=status in RETRIED, wait=wait)
 
 
 def _reason(body: Any) -> str:
     """The server's own words in an error's body, shortened, without what a terminal could take for commands."""
-    for name in ("error", "message", "detail"):
-        if isinstance(body, dict) and body.get(name):
-            body = body[name]
-    if not isinstance(body, str):
+    words = _words(body)
+    secret = os.environ.get(KEY_VARIABLE, "").strip()
+    words = words.replace(secret, "…") if secret else words
+    words = " ".join("".join(letter if letter.isprintable() else " " for letter in words).split())
+    return f": {words[:LONGEST_REASON]}" if words else ""
+
+
+def _words(body: Any) -> str:
+    """The first words of an error in JSON: servers nest them in objects and lists of many shapes."""
+    if isinstance(body, str):
+        return body
+    if isinstance(body, list):
+        return "; ".join(filter(None, map(_words, body[:3])))
+    if not isinstance(body, dict):
         return ""
-    secret = os.environ.get(KEY_VARIABLE)
-    words = body.replace(secret, "…") if secret else body
-    words = "".join(letter if letter.isprintable() else " " for letter in words)
-    return f": {' '.join(words.split())[:LONGEST_REASON]}"
+    return next(filter(None, (_words(body.get(name)) for name in REASONS)), "")
+
+
+def _plain(body: str) -> str:
+    """The text of a page, without its tags."""
+    return re.sub(r"<(script|style).*?</\1>|<[^>]*>", " ", body, flags=re.DOTALL | re.IGNORECASE)

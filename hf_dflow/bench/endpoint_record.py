@@ -105,13 +105,14 @@ def parse_spec_metrics(text: str) -> dict[str, float]:
     from prometheus_client.parser import text_string_to_metric_families
 
     counters: dict[str, float] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):  # not splitlines: a label may hold other line ends
+        line = line.rstrip("\r")
         if not line.startswith(PREFIX):
             continue
         with suppress(ValueError):  # a line that is none costs only itself
             (sample,) = next(iter(text_string_to_metric_families(line + "\n"))).samples
             name = sample.name.removesuffix("_total")
-            if position := sample.labels.get("position"):
+            if (position := sample.labels.get("position", "")).isdecimal():
                 name += f"[{position}]"
             if math.isfinite(sample.value) and not name.endswith("_created"):
                 counters[name] = counters.get(name, 0.0) + sample.value

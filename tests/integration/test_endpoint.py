@@ -115,6 +115,16 @@ STREAMS = {
     "an error detail (N8)": ([chunk(WHOLE), {"detail": "out of memory"}, DONE], "refused", 1),
     "an aborted answer (N8)": ([chunk(WHOLE), chunk({}, "abort"), DONE], "refused", 1),
     "an event over two lines (N11)": (['{"choices": [{"delta":\ndata: {"content": "text"}}]}', DONE], "ok", 1),
+    "nothing in an event (N6)": ([chunk(WHOLE, error={}, detail=None), "null", "", DONE], "ok", 1),
+    "text in parts (N6)": ([chunk({"content": [{"type": "text", "text": "a"}, {"type": "image"}]}), DONE], "ok", 1),
+    "an error by its type (N8)": ([chunk(WHOLE), {"type": "error", "message": "out of memory"}, DONE], "refused", 1),
+    "a message and no choices (N8)": ([chunk(WHOLE), {"code": 500, "message": "out of memory"}, DONE], "refused", 1),
+    "an error in a choice (N8)": (
+        [chunk(WHOLE), {"choices": [{"error": {"message": "out of memory"}}]}, DONE], "refused", 1,
+    ),
+    "a cancelled answer (N8)": ([chunk(WHOLE), chunk({}, {"type": "Abort"}), DONE], "refused", 1),
+    "an answer filtered by its content (N8)": ([chunk(WHOLE), chunk({}, "content_filter"), DONE], "ok", 1),
+    "nothing but brackets": (["[" * 100_000, DONE], "malformed", 0),
     "a byte-order mark (N11)": (["\ufeff", chunk(WHOLE), DONE], "ok", 1),
 }
 
@@ -138,7 +148,71 @@ def test_streams_of_other_servers(server, name, monkeypatch):
     assert (result.outcome, result.tokens if outcome != "refused" else 1) == (outcome, tokens), result.detail
     assert result.first_token_seconds > 0 or outcome != "ok"
     assert (summary["latency"] is None) == (outcome != "ok")
-    assert "N8" not in name or "out of memory" in result.detail or "abort" in result.detail
+    assert "refused" != outcome or "out of memory" in result.detail or "abort" in result.detail.lower()
+
+
+@pytest.mark.parametrize("end", ["\r", "\r\n", "\n"])
+def test_every_end_of_a_line(server, end, monkeypatch):
+    """N11's kind: lines that end with a return alone, one that two packets cut in half, an event known too late."""
+
+    def answer(self, attempt):
+        self._start()
+        for _ in range(2):
+            self._raw(f"data: {json.dumps(chunk(WHOLE))}{end}")
+            self._raw(end[:1])
+            time.sleep(0.05)
+            if end[1:]:
+                self._raw(end[1:])
+        self._raw(f"data: [DONE]{end}{end}")
+        self.wfile.write(b"0\r\n\r\n")
+
+    monkeypatch.setattr(Handler, "_other", answer, raising=False)
+    (result,), _ = load(server, ["other"], retries=0)
+    assert (result.outcome, result.text, result.tokens) == ("ok", "texttext", 2), result.detail
+    if end == "\r":
+        assert result.seconds - result.first_token_seconds > 0.08
+
+
+REASON = "no such model"
+BODIES = {
+    "plain text": (404, REASON, REASON),
+    "a page": (502, f"<html><style>p {{}}</style><body><h1>{REASON}</h1></body></html>", REASON),
+    "a list of details": (422, json.dumps({"detail": [{"loc": ["body"], "msg": REASON}]}), REASON),
+    "a list": (400, json.dumps([{"error": {"code": 1, "message": REASON}}]), REASON),
+    "a problem": (400, json.dumps({"error": None, "title": REASON}), REASON),
+    "no text": (400, b"\xff", ""),
+    "brackets": (400, "[" * 100_000, "[["),
+    "status 200": (200, json.dumps({"error": {"message": REASON}}, indent=1), REASON),
+    "an answer in one piece": (200, json.dumps({"choices": [{"message": {"content": "x"}}]}), "no stream of events"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_reasons_of_other_servers(server, name, monkeypatch):
+    """N9's kind: a sentence that is no `error.message` is dropped, and an error of status 200 is "cut"."""
+    status, body, reason = BODIES[name]
+    body = body if isinstance(body, bytes) else body.encode()
+
+    def deny(self, attempt):
+        self._head(status, {"Content-Length": str(len(body)), "Content-Encoding": "identity"})
+        self.wfile.write(body)
+
+    monkeypatch.setattr(Handler, "_deny", deny, raising=False)
+    (result,), _ = load(server, ["deny"], retries=0)
+    assert reason in result.detail and result.outcome in ("refused", "malformed")
+    assert status == 200 or result.detail.startswith(f"status {status}")
+
+
+@pytest.mark.parametrize("key", ["sk-\u2026", "sk-a\x1bb"])
+def test_a_key_that_no_header_can_hold(server, key, monkeypatch):
+    """N9's kind: a key copied with an ellipsis ends in a bare UnicodeEncodeError, which shows it."""
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    with pytest.raises(DFlowError, match=KEY_VARIABLE) as refusal:
+        load(server, ["ok"])
+    assert "sk-" not in str(refusal.value)
+    monkeypatch.setenv(KEY_VARIABLE, f"{KEY}\n")  # as a file holds it
+    (result,), _ = load(server, ["ok"])
+    assert result.outcome == "ok" and server.keys == [f"Bearer {KEY}"]
 
 
 def test_retries(server):
@@ -212,6 +286,16 @@ def test_a_private_certificate(tmp_path, monkeypatch):
         (named,), _ = load(server, ["ok"], ca_file=certificate)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         (from_environment,), _ = load(server, ["ok"])
+        server.url = server.url.replace("127.0.0.1", "localhost")
+        (of_another,), _ = load(server, ["ok"])
+        for missing, reason in ((tmp_path / "none.pem", "No such file"), (key, "certificate")):
+            with pytest.raises(DFlowError, match=f"{missing.name}.*{reason}"):
+                load(server, ["ok"], ca_file=missing)
+    with serving() as server:
+        server.url = server.url.replace("http:", "https:")
+        (plain,), _ = load(server, ["ok"])
+    assert "WRONG_VERSION_NUMBER" in plain.detail and not plain.retries
+    assert "localhost" in of_another.detail and "--ca-file" not in of_another.detail
     assert named.outcome == from_environment.outcome == "ok"
 
 
@@ -245,6 +329,8 @@ def test_acceptance_is_the_difference():
     two = parse_spec_metrics((METRICS % (1, 2, 1, 1, 0)).replace('"0",m', '"1",m') + METRICS % (1, 2, 1, 1, 0))
     assert two["vllm:spec_decode_num_drafts"] == 2.0  # engines add up
     name = "vllm:spec_decode_num_drafts_total"  # lines that are none cost no figure
+    odd = f'{name}{{model_name="a\u2028b\x85c"}} 2\r\n'
+    assert parse_spec_metrics(odd) == {name.removesuffix("_total"): 2.0}
     assert parse_spec_metrics(f"{name} e\n{name} --\n{name} 1e999\n{name} 3\n") == {name.removesuffix("_total"): 3.0}
     assert acceptance_between({}, parse_spec_metrics(f"{name} 1e999")) is None
 
