@@ -38,7 +38,8 @@ class Slots:
             return lambda slot, previous: (tokens[slot], log_probs[slot])
 
         def expand(slot: int, previous: int) -> tuple[list[int], list[float]]:
-            logits = self.candidates.logits(slot, torch.tensor([previous], device=self.device), vocab_size)[0]
+            with torch.autocast(self.device.type, enabled=False):  # a tree grows outside of the session's methods
+                logits = self.candidates.logits(slot, torch.tensor([previous], device=self.device), vocab_size)[0]
             top = logits.log_softmax(dim=-1).topk(width)
             return top.indices.tolist(), top.values.tolist()
 

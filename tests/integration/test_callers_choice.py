@@ -86,6 +86,15 @@ def test_autocast_of_any_kind_around_a_drafter_of_any_type(drafts_in, around, do
     assert output.sequences.shape == (1, 19) and output.statistics.num_draft_forwards > 0
 
 
+def test_autocast_around_a_tree_of_corrected_drafts():
+    """N5's kind: what grows a tree asks the causal correction outside of the drafter's forward."""
+    target = kit.tiny_target("llama", dtype=torch.float32)
+    drafter = kit.tiny_drafter(target, 4, correction_intermediate_size=8, correction_top_k=4).to(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.float16):
+        output = kit.decode(target, drafter, kit.prompt_of(7), 12, tree_budget=5)
+    assert output.sequences.shape == (1, 19) and output.statistics.num_draft_forwards > 0
+
+
 def test_autocast_leaves_the_drafter_in_its_own_type(monkeypatch):
     """N5: a drafter that computes in another type under autocast drafts other tokens, and is accepted less."""
     target = kit.tiny_target("llama", dtype=torch.float32)
