@@ -120,7 +120,9 @@ STREAMS = {
     "an error by its type (N8)": ([chunk(WHOLE), {"type": "error", "message": "out of memory"}, DONE], "refused", 1),
     "a message and no choices (N8)": ([chunk(WHOLE), {"code": 500, "message": "out of memory"}, DONE], "refused", 1),
     "an error in a choice (N8)": (
-        [chunk(WHOLE), {"choices": [{"error": {"message": "out of memory"}}]}, DONE], "refused", 1,
+        [chunk(WHOLE), {"choices": [{"error": {"message": "out of memory"}}]}, DONE],
+        "refused",
+        1,
     ),
     "a cancelled answer (N8)": ([chunk(WHOLE), chunk({}, {"type": "Abort"}), DONE], "refused", 1),
     "an answer filtered by its content (N8)": ([chunk(WHOLE), chunk({}, "content_filter"), DONE], "ok", 1),
