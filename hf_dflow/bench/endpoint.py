@@ -218,7 +218,8 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    is_over, pieces, other_lines = False, 0, []
+    is_over, pieces = False, 0
+    other_lines: list[str] = []
     try:
         async with client.stream("POST", f"{settings.url.rstrip('/')}/chat/completions", json=body) as response:
             if response.status_code != 200:
