@@ -32,6 +32,7 @@ class Decoded:
     seconds: float
     target_forwards: int
     tokens_per_step: float
+    steps: int  # of all rows
     columns: list[tuple[int, int]]  # (columns of the cache, tokens of its longest row) before each step
 
 
@@ -63,7 +64,8 @@ def decode(pair: Pair, prompts: list[Prompt], max_new_tokens: int) -> Decoded:
     counts = [row.num_output_tokens for row in output.statistics.per_row]
     written = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     rows = [row[:count] for row, count in zip(written, counts, strict=True)]
-    return Decoded(rows, seconds, output.statistics.num_target_forwards, output.statistics.tokens_per_step, columns)
+    told = output.statistics
+    return Decoded(rows, seconds, told.num_target_forwards, told.tokens_per_step, told.num_spec_steps, columns)
 
 
 def measure(pair: Pair, prompts: list[Prompt], repeats: int, max_new_tokens: int) -> dict[str, Any]:
@@ -90,6 +92,7 @@ def measure(pair: Pair, prompts: list[Prompt], repeats: int, max_new_tokens: int
         "median_ratio": median(ratios),
         "target_forwards": {"batch": batch.target_forwards, "alone": sum(single.target_forwards for single in alone)},
         "tokens_per_step": batch.tokens_per_step,
+        "steps": batch.steps,
         "new_tokens": sum(len(row) for row in batch.rows),
         "rows_with_the_same_text": sum(same),
         "largest_share_of_holes": holes,

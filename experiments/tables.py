@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments import gain_curve, headline
+from experiments import gain_curve, headline, recount
 from experiments.common import RESULTS, markdown_table, read_json, with_interval
 from experiments.lab import report as lab
 from experiments.lab.variants import VARIANTS
@@ -257,9 +257,16 @@ def switches(name: str, mode: str = "T=0") -> str:
     tasks = ["all", *(task for task in by_task if task != "all")]
     rows = []
     for chosen, figures in groups["all"]["contestants"].items():
-        cells = [with_interval(figures[key], ".2f") for key in ("tokens_per_step", "speed_up")]
-        rows.append([chosen, *cells, *(f"{1e3 * by_task[task][chosen]:.0f}" for task in tasks)])
-    headings = ("switches", "tokens per step", "times as fast as plain", "ms a token by cost: all")
+        steps, speed_up = (with_interval(figures[key], ".2f") for key in ("tokens_per_step", "speed_up"))
+        forwards = f"{1 / figures['target_forwards_per_token']:.2f}"
+        rows.append([chosen, steps, forwards, speed_up, *(f"{1e3 * by_task[task][chosen]:.0f}" for task in tasks)])
+    headings = (
+        "switches",
+        "tokens per step",
+        "per target forward",
+        "times as fast as plain",
+        "ms a token by cost: all",
+    )
     return markdown_table((*headings, *tasks[1:]), rows)
 
 
@@ -325,6 +332,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "classic-baseline": classic_baseline,
     "learning-curve": learning_curve,
     "servers": servers,
+    "recounted": recount.changes_table,
     "decisions-tree": partial(decisions, "tree"),
     "decisions-mixture": partial(decisions, "mixture"),
     "decisions-mixture-lab": partial(decisions, "mixture-lab"),

@@ -19,6 +19,7 @@ MEASURES = {  # heading: field of an entry, format
     "first token s": ("first_token", "{:.2f}"),
     "per token ms": ("milliseconds_per_token", "{:.1f}"),
     "tokens/step": ("tokens_per_step", "{:.2f}"),
+    "tokens/forward": ("tokens_per_target_forward", "{:.2f}"),
     "accepted": ("acceptance", "{:.1%}"),
 }
 PANELS = {"tokens_per_second": "tokens/s", "p95": "p95, s", "tokens_per_step": "tokens per step"}
@@ -36,6 +37,7 @@ class Entry:
         source (`str`): Its record's name.
         temperature (`str`): As "T=0".
         p50, p95, p99, first_token (`float`, *optional*): Seconds.
+        tokens_per_target_forward (`float`, *optional*): Also over forwards without drafts; of a batch's rows together.
     """
 
     source: str
@@ -49,6 +51,7 @@ class Entry:
     first_token: float | None = None
     milliseconds_per_token: float | None = None
     tokens_per_step: float | None = None
+    tokens_per_target_forward: float | None = None
     acceptance: float | None = None
 
     @property
@@ -76,6 +79,7 @@ def _of_run(record: Mapping[str, Any], source: str) -> list[Entry]:
             for name, times in part["latency"].items():
                 strategy = f"{name}, {rule}" if rule else name
                 values = {"tokens_per_second": times["effective_tps_with_bonus"], "tokens_per_step": 1.0}
+                values["tokens_per_target_forward"] = 1.0 / times["target_forwards_per_token"]
                 if counts := part["contestants"].get(name):
                     values["tokens_per_step"] = counts["tokens_per_step"]["value"]
                     values["acceptance"] = counts["draft_acceptance_rate"]
