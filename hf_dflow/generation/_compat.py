@@ -15,6 +15,7 @@ from transformers.generation.candidate_generator import (
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from hf_dflow.errors import UnsupportedGenerationError
+from hf_dflow.generation.recurrent import is_recurrent
 from hf_dflow.generation.step import DraftTree
 
 STATIC_IS_CROPPABLE = StaticLayer.is_croppable  # since 5.20 or so
@@ -56,6 +57,16 @@ def holds_holes(model: PreTrainedModel, cache: Cache) -> bool:
     if getattr(config, "alibi", False):
         return False
     return {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters)
+
+
+def has_recurrent_cache(model: PreTrainedModel) -> bool:
+    """Whether the states of the model's recurrent layers lie in the cache that `generate` makes for it.
+
+    Some models keep them in their modules, or in an object of their own.
+    """
+    if not model._supports_default_dynamic_cache():
+        return False
+    return any(map(is_recurrent, DynamicCache(config=model.config.get_text_config()).layers))
 
 
 def num_layer_states(model: Any) -> int:

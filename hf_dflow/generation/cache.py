@@ -1,4 +1,4 @@
-"""Caches: the only file that crops, compacts, indexes, copies or restores them.
+"""Caches: the only file, beside recurrent.py for recurrent states, that crops, compacts, indexes, copies or restores them.
 
 Rows of a batch advance at their own pace. In the drafter's cache each row's context is packed to the left; in the
 target's, what a row rejected stays as a *hole* until `compact` squeezes the holes out.
@@ -12,6 +12,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import StaticLayer
 
+from hf_dflow.generation.recurrent import crop_keys, has_keys, is_recurrent
 from hf_dflow.kernels import compact_rows
 from hf_dflow.model.drafter import DFlowDrafter
 
@@ -19,19 +20,47 @@ MAX_HOLES = 0.25  # share of a target cache's columns that no row needs
 
 
 def is_croppable(cache: Cache) -> bool:
-    """Whether rejected rows can be taken out of `cache` again. Some layers know only after the first forward.
+    """Whether rejected rows can be taken out of `cache` again, recurrent states with the help of [`RecurrentStates`].
 
     Indexed (sparse) attention is not: its own block, single-token and full forwards disagree, so nothing is exact.
     """
-    if not getattr(cache, "is_croppable", True):
-        return False
-    names = [type(layer).__name__ for layer in getattr(cache, "layers", [])]
-    return not any("LinearAttention" in name or "Indexed" in name for name in names)
+    if not hasattr(cache, "layers"):
+        return bool(getattr(cache, "is_croppable", True))
+    return all(
+        getattr(layer, "is_croppable", True) and "Indexed" not in type(layer).__name__
+        for layer in cache.layers
+        if not is_recurrent(layer)
+    )
 
 
 def crop(cache: Cache, rows: int) -> None:
-    """Take the last `rows` rows out of `cache`. With 0, sliding layers still shrink back to their window."""
-    cache.crop(-rows)
+    """Take the last `rows` keys and values out of `cache`. With 0, sliding layers still shrink back to their window."""
+    for layer in cache.layers:
+        if is_recurrent(layer):
+            crop_keys(layer, rows)
+        else:
+            layer.crop(-rows)
+
+
+def length(cache: Cache) -> int | None:
+    """Tokens of which `cache` holds keys and values; `None` where it has recurrent layers only."""
+    if cache.layers and all(is_recurrent(layer) and not has_keys(layer) for layer in cache.layers):
+        return None
+    return int(cache.get_seq_length())
+
+
+def is_filled(cache: Cache) -> bool:
+    """Whether any token is cached."""
+    return bool(length(cache)) or any(
+        any(layer.has_previous_state.values()) for layer in cache.layers if is_recurrent(layer)
+    )
+
+
+def record_past(cache: Cache) -> None:
+    """Let sliding layers keep what a crop may need. Recurrent ones must not: their convolutions' states would grow."""
+    for layer in cache.layers:
+        if not is_recurrent(layer) and hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
 
 
 def keep_path(cache: Any, cached: int, path: list[int], num_nodes: int) -> None:
@@ -112,7 +141,7 @@ def capacity(cache: Cache) -> int | None:
 def stop_past_recording(cache: Cache) -> None:
     """Let sliding layers shrink at every forward again, as plain decoding, which never crops, expects of a cache."""
     for layer in getattr(cache, "layers", []):
-        if hasattr(layer, "record_past"):
+        if hasattr(layer, "record_past") and not is_recurrent(layer):
             layer.record_past = False
 
 

@@ -70,7 +70,7 @@ def check_target(model: PreTrainedModel) -> None:
             f"{FLAG} does not support prompt tuning, which puts virtual tokens before the prompt; use LoRA or another "
             "adapter of the weights, or decode without the drafter."
         )
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not _compat.has_recurrent_cache(model):
         raise UnsupportedGenerationError(
             f"{type(model).__name__} keeps a recurrent state that rejected drafts cannot be taken out of; decode "
             "without the drafter."
@@ -113,6 +113,11 @@ def _check_cache(held: Cache | None, batch_size: int) -> None:
         )
     if not cache.is_croppable(held):
         refuse_layers("This target")
+    if cache.is_filled(held) and cache.length(held) is None:
+        raise UnsupportedGenerationError(
+            f"{FLAG} cannot tell how many tokens a filled cache of recurrent layers alone holds; leave the cache out, "
+            "and pass the whole text."
+        )
     cached_rows = cache.cached_batch_size(held)
     if cached_rows not in (None, batch_size):
         raise UnsupportedGenerationError(
@@ -149,7 +154,7 @@ def check_rows_alone(model: PreTrainedModel, model_kwargs: dict) -> None:
         UnsupportedGenerationError: Naming a filled cache, or an input of another modality.
     """
     held = _compat.get_cache(model_kwargs)
-    if held is not None and int(held.get_seq_length()):
+    if held is not None and cache.is_filled(held):
         raise UnsupportedGenerationError(
             f"{type(model).__name__} decodes a batch row by row, for which a filled {type(held).__name__} of the whole "
             "batch is of no use; leave it out, or call generate for each row."

@@ -11,6 +11,7 @@ from hf_dflow.generation import _compat
 from hf_dflow.generation import cache as caches
 from hf_dflow.generation.checks import check_states, refuse_layers
 from hf_dflow.generation.plan import CallPlan
+from hf_dflow.generation.recurrent import RecurrentStates, is_recurrent
 from hf_dflow.generation.rows import Row
 from hf_dflow.generation.step import Emission, Proposal, TargetForward
 
@@ -30,12 +31,19 @@ class TargetSession:
         self.layer_ids = plan.drafter.config.target_layer_ids
         self.num_forwards = 0
         self.has_prefilled = False
+        self._num_new = 0  # rows of the forwards since the last commit
         self.columns: caches.TargetColumns | None = None  # None where a row is alone and has no holes
-        self.cached_rows = int(self.cache.get_seq_length())  # columns of committed tokens
+        self.cached_rows = caches.length(self.cache) or 0  # columns of committed tokens
         self.ahead = 0  # tokens that the cache held from the start and that the rows' ids leave out
         self._prompt_cache: list | None = None  # the cache after a batch's prefill, where the caller gets it back
+        self.recurrent: RecurrentStates | None = None
+        if any(map(is_recurrent, self.cache.layers)):
+            self.recurrent = RecurrentStates(self.model, self.cache)
+        self._prompt_states: list[torch.Tensor] = []  # those of its recurrent layers
         self._compiled = _compat.compiled_call(self.model, plan.generation_config, model_kwargs)
-        self.cache.activate_past_recording()
+        if self.recurrent is not None:
+            self._compiled = None  # what its mixers are called with is recorded
+        caches.record_past(self.cache)
 
     @property
     def cache(self) -> Cache:
@@ -50,6 +58,17 @@ class TargetSession:
     def cached_tokens(self, row: Row) -> int:
         """Tokens of the row that are cached, its prompt's padding counted: all but the anchor."""
         return row.length - 1 + self.ahead
+
+    @property
+    def _num_columns(self) -> int:
+        """Columns of the cache, rows that are not committed yet counted."""
+        held = caches.length(self.cache)
+        return self.cached_rows + self._num_new if held is None else held
+
+    @property
+    def _is_read_later(self) -> bool:
+        """Whether somebody sees the cache after the call."""
+        return self.plan.returns_dict or bool(getattr(self.cache, "_is_user_defined", False))
 
     # -- forwards
 
@@ -66,7 +85,7 @@ class TargetSession:
         if not self.has_prefilled:
             outputs, features = self._prefill(torch.cat([row.ids for row in rows]))
             return TargetForward(outputs, outputs.logits[:, -1:].to(device), features.to(device), proposal)
-        num_drafts, tree, cached = proposal.num_drafts, proposal.tree, int(self.cache.get_seq_length())
+        num_drafts, tree, cached = proposal.num_drafts, proposal.tree, self._num_columns
         inputs = _compat.model_inputs(
             self.model,
             self._last_ids(rows, proposal.token_ids),
@@ -80,10 +99,11 @@ class TargetSession:
         if tree is not None:
             _compat.shape_as_tree(inputs, tree, self.model.dtype, rows[0].next_position, cached)
         if tree is None and self._compiled is not None and self._recurs(rows, num_drafts):
+            self._num_new += num_drafts + 1
             outputs = self._compiled(**inputs)
             logits = outputs.logits[:, -num_drafts - 1 :].clone()  # a CUDA graph overwrites its outputs
         else:
-            outputs = self.model(**inputs)
+            outputs = self._run(inputs, num_drafts + 1, is_recorded=True)
             logits = outputs.logits[:, -num_drafts - 1 :]
         features = _compat.capture_features(outputs.hidden_states, self.layer_ids)
         if tree is None:
@@ -127,12 +147,20 @@ class TargetSession:
                 is_prefill=True,
             )
             inputs["output_hidden_states"] = True
-            outputs = self.model(**inputs)
+            outputs = self._run(inputs, end - start, is_recorded=False)
             if start == 0:
                 self._check_outputs(outputs.hidden_states)
             caches.crop(self.cache, 0)  # sliding layers that record their past shrink to the window
             features.append(_compat.capture_features(outputs.hidden_states, self.layer_ids))
         return outputs, torch.cat(features, dim=1)
+
+    def _run(self, inputs: dict[str, Any], length: int, *, is_recorded: bool) -> Any:
+        """One forward over `length` tokens, with its recurrent states looked after."""
+        self._num_new += length
+        if self.recurrent is None:
+            return self.model(**inputs)
+        with self.recurrent.forward(length, is_recorded=is_recorded):
+            return self.model(**inputs)
 
     def _num_uncached(self, token_ids: torch.Tensor) -> int | None:
         """How many of the prompt's tokens the target has not seen; `None` for all.
@@ -203,31 +231,44 @@ class TargetSession:
         counts = [emission.count for emission in emissions]
         num_drafts, is_prefill, self.has_prefilled = forward.chain.num_drafts, not self.has_prefilled, True
         if len(rows) == 1 and self.columns is None:
-            caches.crop(self.cache, 0 if is_prefill else num_drafts + 1 - counts[0])
+            kept = self._num_new if is_prefill else counts[0]
+            caches.crop(self.cache, self._num_new - kept)
+            self._advance([kept], emissions)
+            self.cached_rows += kept
+            self._num_new = 0
             if is_prefill:
-                self.cached_rows = int(self.cache.get_seq_length())
                 self.ahead = self.cached_rows - rows[0].length
-            else:
-                self.cached_rows += counts[0]
             self.kwargs = _compat.advance(self.model, forward.outputs, self.kwargs, counts[0])
             return
         if is_prefill:
             self._open_columns(rows)
+            self._advance([self._num_new] * len(rows), emissions)
+            self._num_new = 0
             return
+        self._num_new = 0
         width = max(0 if emission.is_last else emission.count for emission in emissions)
         if not width:  # all rows end here, and nobody reads the cache
             return
         assert self.columns is not None
         caches.crop(self.cache, num_drafts + 1 - width)
+        self._advance(counts, emissions)
         self.columns.append([self.cached_tokens(row) for row in rows], [min(count, width) for count in counts])
         positions = self.kwargs["position_ids"]
         self.kwargs["position_ids"] = positions + torch.tensor(counts, device=positions.device)[:, None]
+
+    def _advance(self, counts: list[int], emissions: list[Emission]) -> None:
+        """Let recurrent states keep what the rows keep; those of rows that end here, only where somebody reads them."""
+        if self.recurrent is None:
+            return
+        is_idle = [emission.is_last and not (self.columns is None and self._is_read_later) for emission in emissions]
+        everything = self.recurrent.length
+        self.recurrent.advance([everything if idle else count for idle, count in zip(is_idle, counts, strict=True)])
 
     def _open_columns(self, rows: list[Row]) -> None:
         """Begin to keep columns, after the prefill of a batch. Of what grows with the text only the last column stays:
         the target is given that of the anchors."""
         kwargs = dict(self.kwargs)
-        mask, width = kwargs.get("attention_mask"), int(self.cache.get_seq_length())
+        mask, width = kwargs.get("attention_mask"), self._num_columns
         if mask is None:
             mask = torch.ones(len(rows), width, dtype=torch.long, device=rows[0].ids.device)
         self.columns, self.ahead = caches.TargetColumns.of_prompt(mask), width - rows[0].length
@@ -235,8 +276,9 @@ class TargetSession:
         kwargs["position_ids"] = positions.expand(*positions.shape[:-2], len(rows), 1) + 1
         if kwargs.get("token_type_ids") is not None:
             kwargs["token_type_ids"] = kwargs["token_type_ids"][:, -1:]
-        if self.plan.returns_dict or getattr(self.cache, "_is_user_defined", False):
+        if self._is_read_later:
             self._prompt_cache = caches.contents(self.cache)
+            self._prompt_states = self.recurrent.contents() if self.recurrent is not None else []
         self.kwargs = kwargs
 
     def select(self, rows: torch.Tensor) -> None:
@@ -244,6 +286,8 @@ class TargetSession:
         if self.columns is not None:
             self.columns.select(rows)
             caches.select_rows(self.cache, rows)
+            if self.recurrent is not None:
+                self.recurrent.select(rows)
         for name in ("position_ids", "token_type_ids"):
             if self.kwargs.get(name) is not None:
                 self.kwargs[name] = self.kwargs[name][..., rows, :]
@@ -260,11 +304,15 @@ class TargetSession:
         A batch leaves its prompts and no more, as its rows end at different lengths.
         """
         if self.columns is None:
-            uncommitted = int(self.cache.get_seq_length()) - self.cached_rows
+            if self.recurrent is not None:
+                self.recurrent.take_back()
+            uncommitted = (caches.length(self.cache) or 0) - self.cached_rows
             if uncommitted > 0:
                 caches.crop(self.cache, uncommitted)
         elif self._prompt_cache is not None:
             caches.restore(self.cache, self._prompt_cache)
+            if self.recurrent is not None:
+                self.recurrent.restore(self._prompt_states)
         caches.stop_past_recording(self.cache)
 
 

@@ -1,0 +1,316 @@
+"""Rollback of recurrent layers: linear attention, state-space models, short convolutions.
+
+Rejected drafts cannot be cropped out of a recurrent state. So the states are copied before a block's forward, and the
+inputs of the mixers that update them are recorded in it. Once it is known how many rows a sequence keeps, the copies are
+put back and the mixers alone run again over the kept rows (*state advance*, docs/method.md). The rest of the target
+computes no token twice, and blocks keep their size.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from hf_dflow.errors import UnsupportedGenerationError
+
+UPDATES = ("update_conv_state", "update_recurrent_state")  # by which a mixer is known
+ATTENTION = (DynamicSlidingWindowLayer, DynamicLayer, StaticSlidingWindowLayer, StaticLayer)
+KINDS = ("conv_states", "recurrent_states")
+KEYS = ("keys", "values", "cumulative_length", "is_initialized")  # what a layer may hold beside its states
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a cache layer holds a recurrent state, perhaps beside keys and values."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def has_keys(layer: Any) -> bool:
+    """Whether a cache layer holds keys and values, perhaps beside a recurrent state."""
+    return isinstance(layer, ATTENTION)
+
+
+@dataclass
+class MixerCall:
+    """What a mixer was called with in a block's forward."""
+
+    mixer: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def run_again(self, rows: torch.Tensor | None, length: int, count: int) -> None:
+        """Run the mixer over the first `count` of the block's `length` rows, of the sequences `rows` (`None`: all).
+
+        Not as `mixer(…)`: hooks that somebody else put there belong to a forward of the whole model.
+        """
+        args, kwargs = (_cut(values, rows, length, count) for values in (self.args, self.kwargs))
+        self.mixer.forward(*args, **kwargs)
+
+
+class RecurrentStates:
+    """The recurrent states in a target's cache, around each of its forwards.
+
+    `forward` wraps a forward of the whole target; `advance` then leaves in the states what each row keeps of it.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        cache (`Cache`): Its cache, with at least one layer for which [`is_recurrent`] holds.
+    """
+
+    def __init__(self, model: nn.Module, cache: Cache):
+        self.model, self.cache = model, cache
+        self.layers: list[Any] = [layer for layer in cache.layers if is_recurrent(layer)]
+        self._mixers: list[nn.Module] | None = None  # known after the first forward of several tokens
+        self._calls: list[MixerCall] = []
+        self.length = 0  # tokens of the forwards that `advance` has not settled yet: a block's, or a prompt's chunks'
+        self._copies: dict[tuple[int, str, int], torch.Tensor] = {}
+        self._had_state: list[dict[int, bool]] = []
+        self._shared = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+
+    # -- around a forward
+
+    @contextmanager
+    def forward(self, length: int, *, is_recorded: bool) -> Iterator[None]:
+        """Copies the states, then records what the mixers are called with while the target runs.
+
+        Args:
+            length (`int`): Tokens of the forward.
+            is_recorded (`bool`): Whether a part of them may be taken back. A prompt's are all kept, and what its mixers
+                read is as large as the prompt.
+        """
+        if not self.length:
+            self._copy()
+        self.length, self._calls = self.length + length, []
+        if self._mixers is None:
+            with self._searching(length, is_recorded), self._past_of_windows():
+                yield
+            return
+        handles = [
+            mixer.register_forward_pre_hook(self._record, with_kwargs=True) for mixer in self._mixers if is_recorded
+        ]
+        try:
+            with self._past_of_windows():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def advance(self, counts: list[int]) -> None:
+        """Leave in the states what each row keeps of the last forward.
+
+        Args:
+            counts (`list[int]`): Of each row, how many of the forward's tokens.
+        """
+        if any(count < self.length for count in counts):
+            for count in sorted(set(counts)):
+                rows = [row for row, its_count in enumerate(counts) if its_count == count]
+                if count < self.length:
+                    self._advance_rows(None if len(rows) == len(counts) else rows, count)
+        self._calls, self.length = [], 0
+
+    def take_back(self) -> None:
+        """Leave in the states nothing of a forward that `advance` has not settled, also where it did not get through."""
+        if not self.length:
+            return
+        self._calls, self.length = [], 0
+        self._put_back()
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep only `rows` of the batch."""
+        for layer in self.layers:
+            for kind in KINDS:
+                states = getattr(layer, kind)
+                for index, state in states.items():
+                    if state is not None:
+                        states[index] = state[rows.to(state.device)]
+        self._copies = {}
+
+    def contents(self) -> list[torch.Tensor]:
+        """Copies of all states, for `restore`."""
+        return [state.clone() for _, state in self._live()]
+
+    def restore(self, held: list[torch.Tensor]) -> None:
+        """Put `contents` back; the batch may have shrunk since."""
+        for (place, _), state in zip(self._live(), held, strict=True):
+            layer, kind, index = place
+            getattr(self.layers[layer], kind)[index] = state
+
+    # -- states
+
+    def _live(self) -> Iterator[tuple[tuple[int, str, int], torch.Tensor]]:
+        for number, layer in enumerate(self.layers):
+            for kind in KINDS:
+                for index, state in getattr(layer, kind).items():
+                    if state is not None:
+                        yield (number, kind, index), state
+
+    def _copy(self) -> None:
+        """Copy all states, into the copies of the step before where their shapes still fit."""
+        live = dict(self._live())
+        if live.keys() != self._copies.keys():
+            self._copies = {place: torch.empty_like(state) for place, state in live.items()}
+        if live:
+            torch._foreach_copy_(list(self._copies.values()), list(live.values()))
+        self._had_state = [dict(layer.has_previous_state) for layer in self.layers]
+
+    def _put_back(self) -> None:
+        """Copies go back into the tensors that the layers hold: their addresses stay."""
+        live = dict(self._live())
+        held = [place for place in live if place in self._copies]
+        if held:
+            torch._foreach_copy_([live[place] for place in held], [self._copies[place] for place in held])
+        for place, state in live.items():
+            if place not in self._copies:  # it came into being in the forward that is taken back
+                state.zero_()
+        for layer, had_state in zip(self.layers, self._had_state, strict=True):
+            layer.has_previous_state.update(had_state)
+
+    def _advance_rows(self, rows: list[int] | None, count: int) -> None:
+        """Put the states of `rows` (`None`: of all) back and advance them by the first `count` tokens."""
+        if rows is None:
+            self._put_back()
+            self._run_mixers(None, count)
+            return
+        live, selection = dict(self._live()), torch.tensor(rows)
+        for (number, kind, index), state in live.items():
+            part = self._copies[number, kind, index].index_select(0, selection.to(state.device))
+            getattr(self.layers[number], kind)[index] = part
+        try:
+            self._run_mixers(selection, count)
+        finally:
+            for (number, kind, index), state in live.items():
+                states = getattr(self.layers[number], kind)
+                state.index_copy_(0, selection.to(state.device), states[index])
+                states[index] = state
+
+    def _run_mixers(self, rows: torch.Tensor | None, count: int) -> None:
+        if not count:
+            return
+        mixed = [layer for layer in self.layers if has_keys(layer)]
+        held = [{name: value for name, value in vars(layer).items() if name in KEYS} for layer in mixed]
+        for call in self._calls:
+            call.run_again(rows, self.length, count)
+        for layer, values in zip(mixed, held, strict=True):  # a mixer may add keys too; those of its block are there
+            vars(layer).update(values)
+
+    # -- mixers
+
+    def _record(self, mixer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._calls.append(MixerCall(mixer, args, dict(kwargs)))
+
+    @contextmanager
+    def _searching(self, length: int, is_recorded: bool) -> Iterator[None]:
+        """Find the mixers: the innermost modules that run while a state is updated.
+
+        With a single token some mixers update their state by themselves, so that nothing shows them.
+        """
+        stack: list[MixerCall] = []
+        found: dict[int, MixerCall] = {}
+        handles = []
+
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            stack.append(MixerCall(module, args, dict(kwargs)))
+
+        def leave(*_: Any) -> None:
+            stack.pop()
+
+        for module in self.model.modules():
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        for name in UPDATES:
+            setattr(self.cache, name, _noting(getattr(self.cache, name), stack, found))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for name in UPDATES:
+                delattr(self.cache, name)
+        if length == 1:
+            return
+        inner = {id(part) for call in found.values() for part in call.mixer.modules() if part is not call.mixer}
+        calls = [call for call in found.values() if id(call.mixer) not in inner]
+        if not calls:
+            raise UnsupportedGenerationError(
+                f"{type(self.model).__name__} updates its recurrent states outside of its modules, so that rejected "
+                "drafts cannot be taken out of them; decode without the drafter."
+            )
+        self._mixers = list({id(call.mixer): call.mixer for call in calls}.values())
+        self._calls = calls if is_recorded else []
+
+    @contextmanager
+    def _past_of_windows(self) -> Iterator[None]:
+        """Let layers with both a state and a window keep the keys that a crop may need.
+
+        The flag for it is the layer's, and it would make the state of its convolutions grow too. So it is set for the
+        update of the keys alone.
+        """
+        for layer in self._shared:
+            layer.update = _with_past(layer)
+        try:
+            yield
+        finally:
+            for layer in self._shared:
+                del layer.update
+
+
+def crop_keys(layer: Any, rows: int) -> None:
+    """Take the last `rows` keys and values, but no state, out of a layer for which [`is_recurrent`] holds."""
+    kind: Any = next((kind for kind in ATTENTION if isinstance(layer, kind)), None)
+    if kind is None:
+        return
+    recorded, layer.record_past = layer.record_past, True
+    try:
+        kind.crop(layer, -rows)
+    finally:
+        layer.record_past = recorded
+
+
+def _with_past(layer: Any) -> Any:
+    update = layer.update
+
+    def update_keys(*args: Any, **kwargs: Any) -> Any:
+        layer.record_past = True
+        try:
+            return update(*args, **kwargs)
+        finally:
+            layer.record_past = False
+
+    return update_keys
+
+
+def _noting(update: Any, stack: list[MixerCall], found: dict[int, MixerCall]) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if stack:
+            found[id(stack[-1])] = stack[-1]
+        return update(*args, **kwargs)
+
+    return noting
+
+
+def _cut(value: Any, rows: torch.Tensor | None, length: int, count: int) -> Any:
+    """The part of a mixer's inputs that belongs to `rows` and to the first `count` of `length` tokens.
+
+    Tensors have tokens as their second dimension, or as their only one.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 1:
+            return value[:count] if value.shape[0] == length else value
+        if rows is not None and value.ndim and value.shape[0] > 1:
+            value = value.index_select(0, rows.to(value.device))
+        return value[:, :count] if value.ndim and value.shape[1] == length else value
+    if isinstance(value, tuple | list):
+        return type(value)(_cut(part, rows, length, count) for part in value)
+    if isinstance(value, dict):
+        return {name: _cut(part, rows, length, count) for name, part in value.items()}
+    return value

@@ -1,0 +1,106 @@
+"""Tiny random targets with recurrent layers, of every family whose block forwards agree with single tokens."""
+
+from functools import cache
+
+import torch
+from kit import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, WEIGHT_STD
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FIELDS = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+LINEAR_ATTENTION = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+FAMILIES = {
+    "qwen3_next": {**LINEAR_ATTENTION, **EXPERTS},
+    "qwen3_5_text": LINEAR_ATTENTION,
+    "olmo_hybrid": LINEAR_ATTENTION,
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "chunk_size": 16,
+    },
+    "falcon_h1": {**STATE_SPACE, "mamba_d_ssm": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_ff_dim": 64},
+    "granitemoehybrid": {
+        **STATE_SPACE,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "shared_intermediate_size": 32,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "chunk_size": 16,
+        "num_mem_blocks": 1,
+        "adapter_rank": 4,
+    },
+}
+# Further families, which other tests name.
+OTHERS = {
+    "qwen3_5_moe_text": {**LINEAR_ATTENTION, **EXPERTS},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "bamba": {**STATE_SPACE, "attn_layer_indices": [1]},
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 16, "expand": 2},
+    "recurrent_gemma": {
+        "block_types": ["recurrent", "recurrent", "attention"],
+        "lru_width": 32,
+        "attention_window_size": 64,
+    },
+}
+
+
+@cache
+def hybrid(family: str, *, dtype: torch.dtype = torch.float32, attention: str = "sdpa", seed: int = 1):
+    """A random model of `family`, on CPU. No test may change it."""
+    config = AutoConfig.for_model(family, **{**FIELDS, **{**FAMILIES, **OTHERS}[family]})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        target = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        for parameter in target.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=WEIGHT_STD / 2)
+    with torch.no_grad():
+        target.get_output_embeddings().weight[MASK_TOKEN_ID] *= 0.01
+    target.generation_config.pad_token_id = 0
+    target.generation_config.eos_token_id = None
+    return target.to(dtype).eval().requires_grad_(False)
