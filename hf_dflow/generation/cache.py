@@ -1,4 +1,4 @@
-"""Caches: the only file, beside recurrent.py for recurrent states, that crops, compacts, indexes, copies or restores them.
+"""Caches: the only file that crops, compacts, indexes, copies or restores them, but for recurrent states.
 
 Rows of a batch advance at their own pace. In the drafter's cache each row's context is packed to the left; in the
 target's, what a row rejected stays as a *hole* until `compact` squeezes the holes out.

@@ -1,8 +1,8 @@
 """Rollback of recurrent layers: linear attention, state-space models, short convolutions.
 
 Rejected drafts cannot be cropped out of a recurrent state. So the states are copied before a block's forward, and the
-inputs of the mixers that update them are recorded in it. Once it is known how many rows a sequence keeps, the copies are
-put back and the mixers alone run again over the kept rows (*state advance*, docs/method.md). The rest of the target
+inputs of the mixers that update them are recorded in it. Once it is known how many rows a sequence keeps, the copies
+are put back and the mixers alone run again over the kept rows (*state advance*, docs/method.md). The rest of the target
 computes no token twice, and blocks keep their size.
 """
 
@@ -119,7 +119,7 @@ class RecurrentStates:
         self._calls, self.length = [], 0
 
     def take_back(self) -> None:
-        """Leave in the states nothing of a forward that `advance` has not settled, also where it did not get through."""
+        """Leave in the states nothing of a forward that `advance` has not settled, perhaps as it failed."""
         if not self.length:
             return
         self._calls, self.length = [], 0
