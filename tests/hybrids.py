@@ -3,9 +3,10 @@
 from functools import cache
 
 import torch
-from kit import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, WEIGHT_STD
+from kit import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, WEIGHT_STD, prompt_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
+MARGIN = 1e-3  # of logits; blocks and single tokens differ by 1e-6
 FIELDS = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
@@ -90,17 +91,44 @@ OTHERS = {
 
 
 @cache
-def hybrid(family: str, *, dtype: torch.dtype = torch.float32, attention: str = "sdpa", seed: int = 1):
-    """A random model of `family`, on CPU. No test may change it."""
-    config = AutoConfig.for_model(family, **{**FIELDS, **{**FAMILIES, **OTHERS}[family]})
+def hybrid(family: str, *, dtype: torch.dtype = torch.float32, attention: str = "sdpa", seed: int = 1, **overrides):
+    """A random model of `family`, on CPU; `overrides` are config fields. No test may change it.
+
+    Float32, because mixers compute in it whatever the weights are.
+    """
+    config = AutoConfig.for_model(family, **{**FIELDS, **{**FAMILIES, **OTHERS}[family], **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         target = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         for parameter in target.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=WEIGHT_STD / 2)
-    with torch.no_grad():
-        target.get_output_embeddings().weight[MASK_TOKEN_ID] *= 0.01
+    if config.get_text_config().vocab_size > MASK_TOKEN_ID:
+        with torch.no_grad():
+            target.get_output_embeddings().weight[MASK_TOKEN_ID] *= 0.01
     target.generation_config.pad_token_id = 0
     target.generation_config.eos_token_id = None
     return target.to(dtype).eval().requires_grad_(False)
+
+
+@cache
+def followed(family: str, new_tokens: int, length: int = 12) -> torch.Tensor:
+    """A prompt of `length` tokens and its plain greedy text `[1, length + new_tokens]`, varied and without near ties.
+
+    A block and single tokens round differently, in a recurrent layer too; where the two likeliest tokens are closer
+    than `MARGIN`, that could decide.
+    """
+    target = hybrid(family)
+    for seed in range(50):
+        output = target.generate(
+            prompt_of(length, seed),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best, second = torch.stack(output.logits).topk(2, dim=-1).values.unbind(-1)
+        text = output.sequences
+        if (best - second).min() > MARGIN and len(set(text[0, length:].tolist())) > min(10, new_tokens // 2):
+            return text
+    raise ValueError(f"no varied text without near ties among 50 prompts of {family}")

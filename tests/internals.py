@@ -11,18 +11,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_dflow.generation import (
-    _compat,
-    decoder,
-    drafting,
-    feedback,
-    measure,
-    mixture,
-    pair,
-    selfcheck,
-    step,
-    verification,
-)
+from hf_dflow.generation import _compat, decoder, drafting, feedback, measure, mixture, pair, step, verification
 from hf_dflow.generation._compat import STATIC_IS_CROPPABLE, capture_features
 from hf_dflow.generation.cache import DraftCache, is_croppable
 from hf_dflow.generation.configuration import OPTION_NAMES, resolve_options
@@ -32,7 +21,7 @@ from hf_dflow.generation.policy.costs import StepCosts
 from hf_dflow.generation.policy.lengths import TRIAL, LengthPlanner
 from hf_dflow.generation.policy.trees import Worth, grow
 from hf_dflow.generation.processors import POSITION_INDEPENDENT, PURE, PathProcessor
-from hf_dflow.generation.selfcheck import check_of
+from hf_dflow.generation.recurrent import RecurrentStates
 from hf_dflow.generation.step import DraftTree, Proposal, Verification, VerifierFeedback
 from hf_dflow.generation.strategy import WRAPPED
 from hf_dflow.generation.uniforms import Uniforms
@@ -50,11 +39,11 @@ __all__ = [
     "BackOff",
     "DraftTree",
     "LengthPlanner",
+    "RecurrentStates",
     "StepCosts",
     "Uniforms",
     "Worth",
     "capture_features",
-    "check_of",
     "grow",
     "is_croppable",
     "measure_step_costs",
@@ -229,11 +218,6 @@ def measured_costs(target) -> dict:
 
 def one_child_for_each_node(monkeypatch) -> None:
     monkeypatch.setattr(drafting, "CHILDREN", 1)
-
-
-def forget_checks() -> None:
-    """Let every target be measured anew."""
-    selfcheck._CHECKED.clear()
 
 
 # -- caches

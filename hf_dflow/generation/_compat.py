@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
     _prepare_position_ids,
@@ -20,6 +20,7 @@ from hf_dflow.generation.step import DraftTree
 
 STATIC_IS_CROPPABLE = StaticLayer.is_croppable  # since 5.20 or so
 CACHE_NAMES = ("cache", "past_key_values")  # since 5.24, before
+HOLDING_HOLES = ("DynamicLayer", "DummyLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
 BATCHED = ("attention_mask", "position_ids", "token_type_ids")  # tensors with a row for each row of the batch
 PROMPT_ONLY = tuple(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)  # images and the like, which no later forward is given
 
@@ -49,14 +50,24 @@ def holds_holes(model: PreTrainedModel, cache: Cache) -> bool:
     if getattr(cache, "offloading", False) or not isinstance(cache, DynamicCache):
         return False
     layers = [*DynamicCache(config=config).layers, *cache.layers]
-    if not all(type(layer) is DynamicLayer or type(layer).__name__ == "DummyLayer" for layer in layers):
+    if not all(type(layer).__name__ in HOLDING_HOLES for layer in layers):
         return False
-    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if getattr(getattr(model, name), "__func__", None) is not getattr(GenerationMixin, name):
-            return False
+    if not (_is_standard(model, "_update_model_kwargs_for_generation") and _is_standard(model, PREPARE, adds=True)):
+        return False
     if getattr(config, "alibi", False):
         return False
     return {"position_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters)
+
+
+PREPARE = "prepare_inputs_for_generation"
+
+
+def _is_standard(model: Any, name: str, adds: bool = False) -> bool:
+    """Whether a method is that of all models, or with `adds` one that reads neither mask nor positions by name."""
+    method = getattr(model, name)
+    if getattr(method, "__func__", None) is getattr(GenerationMixin, name):
+        return True
+    return adds and {"self", "input_ids", "kwargs"} >= set(inspect.signature(method).parameters)
 
 
 def has_recurrent_cache(model: PreTrainedModel) -> bool:
@@ -64,7 +75,8 @@ def has_recurrent_cache(model: PreTrainedModel) -> bool:
 
     Some models keep them in their modules, or in an object of their own.
     """
-    if not model._supports_default_dynamic_cache():
+    supports_cache: Any = model._supports_default_dynamic_cache
+    if not supports_cache():
         return False
     return any(map(is_recurrent, DynamicCache(config=model.config.get_text_config()).layers))
 

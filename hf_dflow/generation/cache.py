@@ -12,7 +12,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import StaticLayer
 
-from hf_dflow.generation.recurrent import crop_keys, has_keys, is_recurrent
+from hf_dflow.generation.recurrent import crop_keys, has_keys, is_recurrent, repeat_states
 from hf_dflow.kernels import compact_rows
 from hf_dflow.model.drafter import DFlowDrafter
 
@@ -36,24 +36,36 @@ def is_croppable(cache: Cache) -> bool:
 def crop(cache: Cache, rows: int) -> None:
     """Take the last `rows` keys and values out of `cache`. With 0, sliding layers still shrink back to their window."""
     for layer in cache.layers:
-        if is_recurrent(layer):
-            crop_keys(layer, rows)
-        else:
-            layer.crop(-rows)
+        _crop_layer(layer, rows)
+
+
+def crop_to(cache: Cache, length: int) -> None:
+    """Leave the first `length` keys and values in each layer; a forward that failed has lengthened some of them."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if has_keys(layer) and (excess := int(layer.get_seq_length()) - length) > 0:
+            _crop_layer(layer, excess)
+
+
+def _crop_layer(layer: Any, rows: int) -> None:
+    if is_recurrent(layer):
+        crop_keys(layer, rows)
+    else:
+        layer.crop(-rows)
 
 
 def length(cache: Cache) -> int | None:
     """Tokens of which `cache` holds keys and values; `None` where it has recurrent layers only."""
-    if cache.layers and all(is_recurrent(layer) and not has_keys(layer) for layer in cache.layers):
+    layers: list[Any] = cache.layers
+    if layers and all(is_recurrent(layer) and not has_keys(layer) for layer in layers):
         return None
     return int(cache.get_seq_length())
 
 
 def is_filled(cache: Cache) -> bool:
     """Whether any token is cached."""
-    return bool(length(cache)) or any(
-        any(layer.has_previous_state.values()) for layer in cache.layers if is_recurrent(layer)
-    )
+    recurrent: list[Any] = [layer for layer in cache.layers if is_recurrent(layer)]
+    return bool(length(cache)) or any(any(layer.has_previous_state.values()) for layer in recurrent)
 
 
 def record_past(cache: Cache) -> None:
@@ -105,7 +117,7 @@ def fork(cache: Any) -> Any:
 def repeat_columns(cache: Cache, count: int) -> None:
     """Make `cache`, of one row, longer by `count` columns: those that it holds, in random order."""
     for layer in _filled(cache) if count else []:
-        if getattr(layer, "keys", None) is not None:
+        if layer.keys.numel():
             picks = torch.randint(layer.keys.shape[2], (count,), generator=torch.Generator().manual_seed(0))
             picks = picks.to(layer.keys.device)
             layer.update(layer.keys[:, :, picks], layer.values[:, :, picks])
@@ -123,12 +135,15 @@ def with_holes(cache: Cache, places: list[int], width: int) -> Cache:
             hole = sign * states[:, :, torch.arange(width, device=states.device) % states.shape[2]]
             rows = [torch.cat([states[:, :, :at], hole, states[:, :, at:]], dim=2) for at in places]
             setattr(layer, name, torch.cat(rows))
+    repeat_states(twin, len(places))
     return twin
 
 
 def cached_batch_size(cache: Cache) -> int | None:
     """Rows that `cache` holds; `None` for an empty one."""
     held = [layer.keys for layer in _filled(cache) if getattr(layer, "keys", None) is not None]
+    for layer in filter(is_recurrent, cache.layers):
+        held += [state for state in vars(layer)["conv_states"].values() if state is not None]
     return held[0].shape[0] if held and held[0].numel() else None
 
 
@@ -153,7 +168,8 @@ def attention_windows(cache: Cache | None, num_layers: int) -> list[int | None]:
 
 
 def _filled(cache: Cache) -> list[Any]:
-    return [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    layers: list[Any] = cache.layers
+    return [layer for layer in layers if getattr(layer, "keys", None) is not None and layer.is_initialized]
 
 
 class DraftCache:

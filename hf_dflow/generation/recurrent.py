@@ -26,6 +26,7 @@ from hf_dflow.errors import UnsupportedGenerationError
 
 UPDATES = ("update_conv_state", "update_recurrent_state")  # by which a mixer is known
 ATTENTION = (DynamicSlidingWindowLayer, DynamicLayer, StaticSlidingWindowLayer, StaticLayer)
+ANY_SIZE = (0.0, float("inf"))
 KINDS = ("conv_states", "recurrent_states")
 KEYS = ("keys", "values", "cumulative_length", "is_initialized")  # what a layer may hold beside its states
 
@@ -38,6 +39,15 @@ def is_recurrent(layer: Any) -> bool:
 def has_keys(layer: Any) -> bool:
     """Whether a cache layer holds keys and values, perhaps beside a recurrent state."""
     return isinstance(layer, ATTENTION)
+
+
+def repeat_states(cache: Cache, count: int) -> None:
+    """Make the one row of all recurrent states `count` rows."""
+    layers: list[Any] = [layer for layer in cache.layers if is_recurrent(layer)]
+    for layer in layers:
+        for states in (layer.conv_states, layer.recurrent_states):
+            for index, state in states.items():
+                states[index] = None if state is None else state.repeat_interleave(count, 0)
 
 
 @dataclass
@@ -58,13 +68,13 @@ class MixerCall:
 
 
 class RecurrentStates:
-    """The recurrent states in a target's cache, around each of its forwards.
+    """The recurrent states in a target's cache, around each of its forwards. Where there are none, all this is nothing.
 
     `forward` wraps a forward of the whole target; `advance` then leaves in the states what each row keeps of it.
 
     Args:
         model (`PreTrainedModel`): The target.
-        cache (`Cache`): Its cache, with at least one layer for which [`is_recurrent`] holds.
+        cache (`Cache`): Its cache.
     """
 
     def __init__(self, model: nn.Module, cache: Cache):
@@ -75,7 +85,12 @@ class RecurrentStates:
         self.length = 0  # tokens of the forwards that `advance` has not settled yet: a block's, or a prompt's chunks'
         self._copies: dict[tuple[int, str, int], torch.Tensor] = {}
         self._had_state: list[dict[int, bool]] = []
-        self._shared = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        self._shared: list[Any] = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        modules = model.modules() if self.layers else ()
+        self._clamping: list[Any] = [module for module in modules if hasattr(module, "time_step_limit")]
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
 
     # -- around a forward
 
@@ -88,18 +103,21 @@ class RecurrentStates:
             is_recorded (`bool`): Whether a part of them may be taken back. A prompt's are all kept, and what its mixers
                 read is as large as the prompt.
         """
+        if not self.layers:
+            yield
+            return
         if not self.length:
             self._copy()
         self.length, self._calls = self.length + length, []
         if self._mixers is None:
-            with self._searching(length, is_recorded), self._past_of_windows():
+            with self._searching(length, is_recorded), self._past_of_windows(), self._steps_of_any_size(is_recorded):
                 yield
             return
         handles = [
             mixer.register_forward_pre_hook(self._record, with_kwargs=True) for mixer in self._mixers if is_recorded
         ]
         try:
-            with self._past_of_windows():
+            with self._past_of_windows(), self._steps_of_any_size(is_recorded):
                 yield
         finally:
             for handle in handles:
@@ -198,8 +216,9 @@ class RecurrentStates:
             return
         mixed = [layer for layer in self.layers if has_keys(layer)]
         held = [{name: value for name, value in vars(layer).items() if name in KEYS} for layer in mixed]
-        for call in self._calls:
-            call.run_again(rows, self.length, count)
+        with self._steps_of_any_size(True):
+            for call in self._calls:
+                call.run_again(rows, self.length, count)
         for layer, values in zip(mixed, held, strict=True):  # a mixer may add keys too; those of its block are there
             vars(layer).update(values)
 
@@ -247,6 +266,22 @@ class RecurrentStates:
             )
         self._mixers = list({id(call.mixer): call.mixer for call in calls}.values())
         self._calls = calls if is_recorded else []
+
+    @contextmanager
+    def _steps_of_any_size(self, is_block: bool) -> Iterator[None]:
+        """Let a block compute what plain decoding computes token by token.
+
+        transformers' state-space mixers (Nemotron-H, Zamba2, …) clamp time steps to `time_step_limit` where they run
+        over several tokens, so in a prompt, but not where they run over one.
+        """
+        limits = [mixer.time_step_limit for mixer in self._clamping]
+        try:
+            for mixer in self._clamping if is_block else []:
+                mixer.time_step_limit = ANY_SIZE
+            yield
+        finally:
+            for mixer, limit in zip(self._clamping, limits, strict=True):
+                mixer.time_step_limit = limit
 
     @contextmanager
     def _past_of_windows(self) -> Iterator[None]:

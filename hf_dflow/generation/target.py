@@ -11,7 +11,7 @@ from hf_dflow.generation import _compat
 from hf_dflow.generation import cache as caches
 from hf_dflow.generation.checks import check_states, refuse_layers
 from hf_dflow.generation.plan import CallPlan
-from hf_dflow.generation.recurrent import RecurrentStates, is_recurrent
+from hf_dflow.generation.recurrent import RecurrentStates
 from hf_dflow.generation.rows import Row
 from hf_dflow.generation.step import Emission, Proposal, TargetForward
 
@@ -36,12 +36,10 @@ class TargetSession:
         self.cached_rows = caches.length(self.cache) or 0  # columns of committed tokens
         self.ahead = 0  # tokens that the cache held from the start and that the rows' ids leave out
         self._prompt_cache: list | None = None  # the cache after a batch's prefill, where the caller gets it back
-        self.recurrent: RecurrentStates | None = None
-        if any(map(is_recurrent, self.cache.layers)):
-            self.recurrent = RecurrentStates(self.model, self.cache)
+        self.recurrent = RecurrentStates(self.model, self.cache)
         self._prompt_states: list[torch.Tensor] = []  # those of its recurrent layers
         self._compiled = _compat.compiled_call(self.model, plan.generation_config, model_kwargs)
-        if self.recurrent is not None:
+        if self.recurrent:
             self._compiled = None  # what its mixers are called with is recorded
         caches.record_past(self.cache)
 
@@ -157,8 +155,6 @@ class TargetSession:
     def _run(self, inputs: dict[str, Any], length: int, *, is_recorded: bool) -> Any:
         """One forward over `length` tokens, with its recurrent states looked after."""
         self._num_new += length
-        if self.recurrent is None:
-            return self.model(**inputs)
         with self.recurrent.forward(length, is_recorded=is_recorded):
             return self.model(**inputs)
 
@@ -258,7 +254,7 @@ class TargetSession:
 
     def _advance(self, counts: list[int], emissions: list[Emission]) -> None:
         """Let recurrent states keep what the rows keep; those of rows that end here, only where somebody reads them."""
-        if self.recurrent is None:
+        if not self.recurrent:
             return
         is_idle = [emission.is_last and not (self.columns is None and self._is_read_later) for emission in emissions]
         everything = self.recurrent.length
@@ -278,7 +274,7 @@ class TargetSession:
             kwargs["token_type_ids"] = kwargs["token_type_ids"][:, -1:]
         if self._is_read_later:
             self._prompt_cache = caches.contents(self.cache)
-            self._prompt_states = self.recurrent.contents() if self.recurrent is not None else []
+            self._prompt_states = self.recurrent.contents()
         self.kwargs = kwargs
 
     def select(self, rows: torch.Tensor) -> None:
@@ -286,8 +282,7 @@ class TargetSession:
         if self.columns is not None:
             self.columns.select(rows)
             caches.select_rows(self.cache, rows)
-            if self.recurrent is not None:
-                self.recurrent.select(rows)
+            self.recurrent.select(rows)
         for name in ("position_ids", "token_type_ids"):
             if self.kwargs.get(name) is not None:
                 self.kwargs[name] = self.kwargs[name][..., rows, :]
@@ -304,15 +299,11 @@ class TargetSession:
         A batch leaves its prompts and no more, as its rows end at different lengths.
         """
         if self.columns is None:
-            if self.recurrent is not None:
-                self.recurrent.take_back()
-            uncommitted = (caches.length(self.cache) or 0) - self.cached_rows
-            if uncommitted > 0:
-                caches.crop(self.cache, uncommitted)
+            self.recurrent.take_back()
+            caches.crop_to(self.cache, self.cached_rows)
         elif self._prompt_cache is not None:
             caches.restore(self.cache, self._prompt_cache)
-            if self.recurrent is not None:
-                self.recurrent.restore(self._prompt_states)
+            self.recurrent.restore(self._prompt_states)
         caches.stop_past_recording(self.cache)
 
 

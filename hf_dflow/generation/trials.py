@@ -14,6 +14,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from hf_dflow.generation import _compat
 from hf_dflow.generation import cache as caches
+from hf_dflow.generation.recurrent import RecurrentStates
 from hf_dflow.generation.step import DraftTree
 
 PROMPT = 8  # real tokens in the cache
@@ -96,16 +97,19 @@ class TargetTrial:
             `tuple`: Both comparisons, and the block's outputs with the states of all layers.
         """
         held = caches.fork(self.filled)
-        held.activate_past_recording()
+        caches.record_past(held)
+        recurrent = RecurrentStates(self.model, held)
         tokens = torch.cat([self.tokens[:, :KEPT], self.others[:, : BLOCK - KEPT]], dim=1)
-        outputs = self._forward(held, tokens, states=True)
+        outputs = self._forward(held, tokens, states=True, recurrent=recurrent)
         fault = self._forward(self._empty_cache(), tokens, columns=0)
         rows = self.singles[:, :KEPT]
         self.reference = outputs.logits[:, -BLOCK:]
         block = self._compare(self.reference[:, :KEPT], rows, fault.logits[:, -BLOCK:][:, :KEPT])
         caches.crop(held, BLOCK - KEPT)
+        recurrent.advance([KEPT])
         again = torch.cat([self.tokens[:, KEPT : KEPT + 1], self.others[:, : BLOCK - 1]], dim=1)
-        outputs_again = self._forward(held, again, columns=self.columns + KEPT, start=self.start + KEPT)
+        start, columns = self.start + KEPT, self.columns + KEPT
+        outputs_again = self._forward(held, again, columns=columns, start=start, recurrent=recurrent)
         row = outputs_again.logits[:, -BLOCK:][:, :1]
         error = distance(row, self.singles[:, KEPT:])
         return block, Comparison(error, block.control, block.limit), outputs
@@ -120,7 +124,19 @@ class TargetTrial:
         tokens = torch.cat([self.tokens[:, :KEPT], self.others[:, : BLOCK - KEPT]], dim=1).expand(2, -1)
         masked = self._forward(caches.fork(held), tokens, mask=mask).logits[:, -BLOCK:]
         fault = self._forward(held, tokens, mask=torch.ones_like(mask)).logits[:, -BLOCK:]
-        return self._compare(masked, self.reference.expand(2, -1, -1), fault)
+        holes = self._compare(masked, self.reference.expand(2, -1, -1), fault)
+        if not RecurrentStates(self.model, self.filled):
+            return holes
+        # A recurrent state has no columns, so what comes before a prompt has to leave no trace in it.
+        alone, padded, unmasked = (self._prompt_logits(*case) for case in ((0, True), (BLOCK, True), (BLOCK, False)))
+        return max(holes, self._compare(padded, alone, unmasked), key=lambda measured: measured.error / measured.limit)
+
+    def _prompt_logits(self, padding: int, is_masked: bool) -> torch.Tensor:
+        """Logits `[1, 1, V]` behind a prompt with `padding` tokens before it."""
+        ids = self._ids[:, -padding - PROMPT :]
+        mask = torch.ones_like(ids)
+        mask[:, :padding] = not is_masked
+        return self._prefill_of(self._empty_cache(), ids, mask).logits[:, -1:]
 
     def tree(self) -> Comparison:
         """A path of a tree against single tokens. The fault: nodes that see their siblings."""
@@ -160,16 +176,21 @@ class TargetTrial:
 
     def _prefill(self) -> Cache:
         """Run a few tokens, and repeat their columns up to the largest window."""
-        held, ids = self._empty_cache(), self._ids[:, :PROMPT]
+        held = self._empty_cache()
+        self._prefill_of(held, self._ids[:, :PROMPT])
+        caches.repeat_columns(held, self.columns - PROMPT)
+        return held
+
+    def _prefill_of(self, held: Cache, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
         kwargs = {**self._kwargs, self._cache_name: held}
+        if mask is not None:
+            kwargs["attention_mask"] = mask
         if _compat.takes(self.model, "position_ids"):
             prepare: Any = self.model._prepare_position_ids_for_generation
             self._positions = prepare(ids, kwargs)
             kwargs["position_ids"] = self._positions
         inputs = _compat.model_inputs(self.model, ids, kwargs, new_tokens=None, num_drafts=0, is_prefill=True)
-        self._run(inputs)
-        caches.repeat_columns(held, self.columns - PROMPT)
-        return held
+        return self._run(inputs)
 
     def _singles(self) -> torch.Tensor:
         """Logits `[1, KEPT + 1, V]` of tokens one by one, as plain decoding computes them."""
@@ -190,6 +211,7 @@ class TargetTrial:
         tree: DraftTree | None = None,
         hides: bool = True,
         states: bool = False,
+        recurrent: RecurrentStates | None = None,
     ) -> Any:
         """A forward as the loop makes it, over `tokens` `[B, N + 1]` behind `columns` of the cache.
 
@@ -197,6 +219,7 @@ class TargetTrial:
             start (`int`, *optional*): The first token's position.
             mask (`torch.LongTensor` of shape `(B, columns + 1)`, *optional*): Of rows that have holes.
             tree (`DraftTree`, *optional*): What the tokens behind the first are; `hides=False` lets all be seen.
+            recurrent (`RecurrentStates`, *optional*): Of the cache, to be rolled back afterwards.
         """
         columns, start = self.columns if columns is None else columns, self.start if start is None else start
         num_drafts, kwargs = tokens.shape[1] - 1, {**self._kwargs, self._cache_name: held}
@@ -217,7 +240,10 @@ class TargetTrial:
                 inputs["attention_mask"] = None
         if states:
             inputs["output_hidden_states"] = True
-        return self._run(inputs)
+        if recurrent is None:
+            recurrent = RecurrentStates(self.model, held)
+        with recurrent.forward(num_drafts + 1, is_recorded=columns > 0):
+            return self._run(inputs)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
         self.num_forwards += 1

@@ -104,8 +104,10 @@ def test_cache_that_holds_half_the_prompt(family, caplog):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
-def test_callers_cache_holds_committed_tokens_only_after_an_exception(family):
-    """Rejected or uncommitted drafts left in a cache that the caller resumes from."""
+@pytest.mark.parametrize("place", ["a criterion", "the target"])
+def test_callers_cache_holds_committed_tokens_only_after_an_exception(family, place):
+    """Rejected or uncommitted drafts left in a cache that the caller resumes from; committed ones taken out of layers
+    that a failed forward did not reach."""
     target, ids = kit.shared_target(family), kit.prompt_of(12)
     whole_text = kit.plain_greedy(target, ids, 40)
     drafter = kit.tiny_drafter(target, 8, drafter_class=kit.OracleDrafter).follow(whole_text, 12)
@@ -115,10 +117,20 @@ def test_callers_cache_holds_committed_tokens_only_after_an_exception(family):
             raise KeyError("on purpose")
         return torch.tensor([False])
 
+    def fails_in_the_target(*_):
+        if cache.get_seq_length() >= 25:
+            raise KeyError("on purpose")
+
     cache, criteria = DynamicCache(config=target.config), StoppingCriteriaList([fails])
+    if place == "the target":
+        criteria = StoppingCriteriaList()
+        handle = target.model.layers[2].register_forward_pre_hook(fails_in_the_target)
     with pytest.raises(KeyError):
         kit.dflow_greedy(target, drafter, ids, max_new_tokens=30, stopping_criteria=criteria, **{kit.CACHE: cache})
+    if place == "the target":
+        handle.remove()
     held = cache.get_seq_length()
+    assert [layer.get_seq_length() for layer in cache.layers] == [held] * len(cache.layers)
     assert 12 <= held < 25
     again = kit.plain_greedy(target, whole_text[:, : held + 1], 8, **{kit.CACHE: cache})
     assert torch.equal(again, whole_text[:, : held + 9])

@@ -1,0 +1,262 @@
+"""Targets with recurrent layers: what is rejected leaves no trace in a state that cannot be cropped."""
+
+import copy
+import itertools
+
+import kit
+import pytest
+import torch
+from batches import padded
+from hybrids import FAMILIES, followed, hybrid
+from internals import RecurrentStates
+from transformers import DynamicCache, StoppingCriteriaList
+
+LENGTH, NEW_TOKENS, SLACK = 12, 48, 16  # prompt, what is generated, what scripts know beyond it
+PATTERNS = {
+    2: [1, 0, 0, 1, 1],
+    4: [1, 2, 3, 0, 1, 3],
+    8: [2, 4, 7, 0, 1, 7, 3],
+    16: [3, 8, 15, 1, 0, 15],
+}  # partial, partial again, then full; N is full
+STATE = 2e-5  # largest difference of a returned state, in units of its largest entry: blocks round differently
+
+
+def prompt_of(family: str) -> torch.Tensor:
+    return followed(family, NEW_TOKENS + SLACK)[:, :LENGTH]
+
+
+def follower(drafter_class, family: str, block_size: int = 8, **attributes):
+    drafter = kit.tiny_drafter(hybrid(family), block_size, drafter_class=drafter_class)
+    for name, value in attributes.items():
+        setattr(drafter, name, value)
+    return drafter.follow(followed(family, NEW_TOKENS + SLACK), LENGTH)
+
+
+def pattern_drafter(family: str, block_size: int = 8):
+    return follower(kit.PatternDrafter, family, block_size, pattern=PATTERNS[block_size])
+
+
+def text(family: str, new_tokens: int = NEW_TOKENS) -> torch.Tensor:
+    return followed(family, NEW_TOKENS + SLACK)[:, : LENGTH + new_tokens]
+
+
+def states(cache) -> list[torch.Tensor]:
+    """Everything that a cache holds."""
+    held = []
+    for layer in cache.layers:
+        for name in ("conv_states", "recurrent_states"):
+            held += [state for state in getattr(layer, name, {}).values() if state is not None]
+        held += [getattr(layer, name) for name in ("keys", "values") if getattr(layer, name, None) is not None]
+    return held
+
+
+def difference(ours, plain) -> float:
+    """Between two caches: the largest of any entry, in units of the largest entry of its tensor."""
+    pairs = list(zip(states(ours), states(plain), strict=True))
+    if any(state.shape != expected.shape for state, expected in pairs):
+        return float("inf")
+    return max(float((state - expected).abs().max() / expected.abs().max()) for state, expected in pairs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("block_size", PATTERNS)
+def test_text_is_plain_text(family, block_size):
+    """A state that keeps what was rejected, or that lost what was accepted, behind every kind of acceptance."""
+    output = kit.decode(hybrid(family), pattern_drafter(family, block_size), prompt_of(family), NEW_TOKENS)
+    assert torch.equal(output.sequences, text(family))
+    steps = list(zip(output.statistics.per_step_accepted, output.statistics.per_step_drafted, strict=True))
+    expected = kit.scripted_steps(PATTERNS[block_size], block_size, NEW_TOKENS)
+    assert [accepted for accepted, _ in steps] == expected[0]
+    assert output.statistics.num_target_forwards == expected[2]  # no forward for the rollback
+    is_partial = [accepted < drafted for accepted, drafted in steps]
+    assert {(True, True), (True, False)} <= set(itertools.pairwise(is_partial))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("drafter_class", [kit.OracleDrafter, kit.HostileDrafter, kit.NudgedDrafter])
+def test_other_drafters(family, drafter_class):
+    """Full acceptances alone, none at all, and a drafter whose own states, relay included, decide."""
+    drafter = follower(drafter_class, family)
+    output = kit.decode(hybrid(family), drafter, prompt_of(family), NEW_TOKENS)
+    assert torch.equal(output.sequences, text(family))
+    accepted = set(output.statistics.per_step_accepted)
+    if drafter_class is kit.NudgedDrafter:
+        kit.assert_not_vacuous(output.statistics)
+    else:
+        assert (0 in accepted) == (drafter_class is kit.HostileDrafter)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_end_of_text_inside_a_block(family):
+    """Rows behind an EOS kept in a state of the returned cache."""
+    whole = text(family)
+    position = next(  # inside the first block that is accepted whole, and said there for the first time
+        i for i in range(LENGTH + 9, LENGTH + NEW_TOKENS) if whole[0, i] not in whole[0, LENGTH:i]
+    )
+    eos = int(whole[0, position])
+    arguments = {"eos_token_id": eos, "max_new_tokens": NEW_TOKENS}
+    output = kit.decode(hybrid(family), pattern_drafter(family), prompt_of(family), **arguments)
+    assert torch.equal(output.sequences, whole[:, : position + 1])
+    plain = kit.plain_greedy(hybrid(family), prompt_of(family), return_dict_in_generate=True, **arguments)
+    assert difference(kit.cache_of(output), kit.cache_of(plain)) < STATE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("new_tokens", [1, 2, 5, 13])
+def test_returned_cache_is_that_of_plain_decoding_and_continues(family, new_tokens):
+    """A returned state that is ahead of its text or behind it, by a length limit inside a block too; and flags that
+    make the next forwards other ones."""
+    target, prompt = hybrid(family), prompt_of(family)
+    output = kit.decode(target, pattern_drafter(family), prompt, new_tokens)
+    plain = kit.plain_greedy(target, prompt, new_tokens, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain.sequences)
+    held, expected = kit.cache_of(output), kit.cache_of(plain)
+    assert difference(held, expected) < STATE
+    for ours, theirs in zip(held.layers, expected.layers, strict=True):
+        for name in ("record_past", "has_previous_state", "cumulative_length"):
+            assert getattr(ours, name, None) == getattr(theirs, name, None)
+        assert vars(ours).keys() == vars(theirs).keys()
+    assert vars(held).keys() == vars(expected).keys()
+    continued = kit.plain_greedy(target, output.sequences, 9, **{kit.CACHE: held})
+    assert torch.equal(continued, text(family, new_tokens + 9))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("only_new", [True, False])
+def test_a_filled_cache_is_continued(family, only_new):
+    """Mixers that are not found where the first forward has one token; positions counted from the wrong start."""
+    target, whole = hybrid(family), text(family)
+    first = kit.decode(target, pattern_drafter(family), prompt_of(family), 9)
+    held, ids = kit.cache_of(first), whole[:, : LENGTH + 9]
+    options = {"attention_mask": torch.ones_like(ids), kit.CACHE: held}
+    drafter = follower(kit.NudgedDrafter, family)
+    drafter.prompt_lengths = [LENGTH + 9]
+    output = kit.decode(target, drafter, ids[:, -1:] if only_new else ids, NEW_TOKENS - 9, **options)
+    assert output.sequences[0, 1 if only_new else LENGTH + 9 :].tolist() == whole[0, LENGTH + 9 :].tolist()
+    assert max(output.statistics.per_step_accepted) >= 2
+    assert kit.cache_of(output) is held
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("place", ["a criterion", "the target", "a mixer that runs again"])
+def test_callers_cache_after_an_exception(family, place, monkeypatch):
+    """Uncommitted drafts left in the states of a cache that the caller resumes from."""
+    target, whole = hybrid(family), text(family)
+    cache = DynamicCache(config=target.config.get_text_config())
+    calls = []
+
+    def fails(*_, **__):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyError("on purpose")
+        return torch.tensor([False])
+
+    options = {kit.CACHE: cache}
+    if place == "a criterion":
+        options["stopping_criteria"] = StoppingCriteriaList([fails])
+    elif place == "the target":
+        layers = target.get_decoder().layers
+        handle = layers[-1].register_forward_pre_hook(lambda *_: bool(fails()) or None)
+    else:
+        original = RecurrentStates._run_mixers
+
+        def half_way(self, rows, count):
+            original(self, rows, count)
+            fails()
+
+        monkeypatch.setattr(RecurrentStates, "_run_mixers", half_way)
+        calls.extend([1] * 3)
+    with pytest.raises(KeyError):
+        kit.decode(target, pattern_drafter(family), whole[:, :LENGTH], NEW_TOKENS, **options)
+    if place == "the target":
+        handle.remove()
+    held = cache.get_seq_length()
+    assert LENGTH <= held < LENGTH + NEW_TOKENS
+    again = kit.plain_greedy(target, whole[:, : held + 1], 8, **{kit.CACHE: cache})
+    assert torch.equal(again, whole[:, : held + 9])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk_size", [1, 5])
+def test_prompt_in_chunks(family, chunk_size):
+    """A state that each chunk of the prompt puts back."""
+    output = kit.decode(
+        hybrid(family), pattern_drafter(family), prompt_of(family), NEW_TOKENS, prefill_chunk_size=chunk_size
+    )
+    assert torch.equal(output.sequences, text(family))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_collected_fields_are_those_of_plain_decoding(family):
+    """Rows of the mixers' second run among what a call returns."""
+    fields = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+    target = hybrid(family, attention="eager")
+    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.PatternDrafter)
+    drafter.pattern = PATTERNS[8]
+    drafter.follow(text(family), LENGTH)
+    output = kit.decode(target, drafter, prompt_of(family), 20, **fields)
+    plain = kit.plain_greedy(target, prompt_of(family), 20, return_dict_in_generate=True, **fields)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(getattr(output, name), getattr(plain, name), atol=1e-4, rtol=1e-4)
+    for name in ("hidden_states", "attentions"):
+        for ours, theirs in zip(getattr(output, name), getattr(plain, name), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("drafter_class", [kit.PatternDrafter, kit.NudgedDrafter])
+def test_batch_is_its_rows_alone(family, drafter_class):
+    """Rows that accept differently share one state: a group put back or advanced for another."""
+    target = hybrid(family)
+    prompts = [kit.prompt_of(length, seed=length) for length in (7, LENGTH, 3)]
+    alone = [kit.plain_greedy(target, prompt, NEW_TOKENS + SLACK) for prompt in prompts]
+    drafter = kit.tiny_drafter(target, 6, drafter_class=drafter_class)
+    drafter.pattern, drafter.offset = [2, 0, 1, 5, 3, 5, 0, 4], 1
+    drafter.follow_rows([(row, prompt.shape[1]) for row, prompt in zip(alone, prompts, strict=True)])
+    ids, mask = padded(prompts)
+    output = kit.decode(target, drafter, ids, NEW_TOKENS, attention_mask=mask)
+    for row, (whole, prompt) in enumerate(zip(alone, prompts, strict=True)):
+        assert output.sequences[row, LENGTH:].tolist() == whole[0, prompt.shape[1] :][:NEW_TOKENS].tolist()
+
+
+# -- negative controls: each is seen by the text or by the returned states
+
+
+def _nothing(self, *_):
+    self._calls, self.length = [], 0
+
+
+def _put_back_only(self, counts):
+    self._put_back()
+    self._calls, self.length = [], 0
+
+
+def _off_by(offset: int):
+    original = RecurrentStates.advance
+
+    def advance(self, counts):
+        original(self, [max(0, min(self.length, count + offset)) if count < self.length else count for count in counts])
+
+    return advance
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "broken",
+    [_nothing, _put_back_only, _off_by(-1), _off_by(1)],
+    ids=["state not put back", "not advanced", "one token short", "one token too far"],
+)
+def test_a_wrong_rollback_is_seen(monkeypatch, family, broken):
+    """Guards the tests above."""
+    monkeypatch.setattr(RecurrentStates, "advance", broken)
+    output = kit.decode(hybrid(family), pattern_drafter(family), prompt_of(family), NEW_TOKENS)
+    plain = kit.plain_greedy(hybrid(family), prompt_of(family), NEW_TOKENS, return_dict_in_generate=True)
+    is_seen = difference(kit.cache_of(output), kit.cache_of(plain)) > 100 * STATE
+    assert is_seen or not torch.equal(output.sequences, plain.sequences)
+
+
+def test_returned_cache_is_copied_as_any_other():
+    """Wrappers left on a cache or its layers, which a copy would share with the first."""
+    output = kit.decode(hybrid("qwen3_next"), pattern_drafter("qwen3_next"), prompt_of("qwen3_next"), 9)
+    copied = copy.deepcopy(kit.cache_of(output))
+    assert difference(copied, kit.cache_of(output)) == 0
