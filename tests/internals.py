@@ -11,7 +11,18 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_dflow.generation import _compat, decoder, drafting, feedback, measure, mixture, pair, step, verification
+from hf_dflow.generation import (
+    _compat,
+    decoder,
+    drafting,
+    feedback,
+    measure,
+    mixture,
+    pair,
+    selfcheck,
+    step,
+    verification,
+)
 from hf_dflow.generation._compat import STATIC_IS_CROPPABLE, capture_features
 from hf_dflow.generation.cache import DraftCache, is_croppable
 from hf_dflow.generation.configuration import OPTION_NAMES, resolve_options
@@ -22,6 +33,7 @@ from hf_dflow.generation.policy.lengths import TRIAL, LengthPlanner
 from hf_dflow.generation.policy.trees import Worth, grow
 from hf_dflow.generation.processors import POSITION_INDEPENDENT, PURE, PathProcessor
 from hf_dflow.generation.recurrent import RecurrentStates
+from hf_dflow.generation.selfcheck import check_of
 from hf_dflow.generation.step import DraftTree, Proposal, Verification, VerifierFeedback
 from hf_dflow.generation.strategy import WRAPPED
 from hf_dflow.generation.uniforms import Uniforms
@@ -44,6 +56,7 @@ __all__ = [
     "Uniforms",
     "Worth",
     "capture_features",
+    "check_of",
     "grow",
     "is_croppable",
     "measure_step_costs",
@@ -218,6 +231,11 @@ def measured_costs(target) -> dict:
 
 def one_child_for_each_node(monkeypatch) -> None:
     monkeypatch.setattr(drafting, "CHILDREN", 1)
+
+
+def forget_checks() -> None:
+    """Let every target be measured anew."""
+    selfcheck._CHECKED.clear()
 
 
 # -- caches

@@ -62,6 +62,11 @@ def length(cache: Cache) -> int | None:
     return int(cache.get_seq_length())
 
 
+def has_recurrent(cache: Cache) -> bool:
+    """Whether a layer of `cache` holds a recurrent state."""
+    return any(map(is_recurrent, cache.layers))
+
+
 def is_filled(cache: Cache) -> bool:
     """Whether any token is cached."""
     recurrent: list[Any] = [layer for layer in cache.layers if is_recurrent(layer)]

@@ -241,6 +241,7 @@ def check_tree(model: PreTrainedModel, held: Any, batch_size: int, *, do_sample:
         "sampling (a tree has no rule that keeps the law)": do_sample,
         f"{batch_size} sequences at once": batch_size != 1,
         f"attn_implementation '{attention}'": attention not in TREE_ATTENTION,
+        f"{type(model).__name__}, whose recurrent layers hold one state for all paths": cache.has_recurrent(held),
         f"{type(model).__name__} and {type(held).__name__}, which are not full attention on a dynamic cache": (
             not _compat.holds_holes(model, held)
         ),

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.trials import Comparison, TargetTrial, rounding_unit
 from hf_dflow.generation.untouched import has_own_hooks, untouched
 
@@ -46,7 +47,7 @@ class TargetCheck:
     def lacks(self, part: str) -> str | None:
         """Why the target cannot do `part` ("block", "rollback", "holes" or "tree"); `None` where it can."""
         if part in self.failures:
-            return f"it raises {self.failures[part]}"
+            return f"it fails: {self.failures[part]}"
         measured = getattr(self, part)
         return None if measured is None or measured.passes else f"logits differ by {measured}"
 
@@ -116,6 +117,9 @@ def _measure(model: PreTrainedModel, device: torch.device, check: TargetCheck, p
         check.state_shapes = tuple(states.shape for states in outputs.hidden_states or ())
     except torch.OutOfMemoryError:
         raise
+    except UnsupportedGenerationError as error:  # no hook of the caller's could change that
+        check.failures["block"] = str(error)
+        return None
     except Exception as error:
         return _in_words(error)
     for part in parts:

@@ -104,16 +104,6 @@ def test_rotary_tables_that_change_with_the_length(kind):
     assert torch.equal(kit.dflow_greedy(target, drafter, prompt, max_length=16).sequences, text)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_linear_attention_is_refused(batch_size):
-    """Rejected drafts left in a recurrent state; or noticed only after the prompt has been computed."""
-    target, calls = kit.tiny_target("qwen3_next", dtype=torch.float32), []
-    target.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    with pytest.raises(UnsupportedGenerationError, match=r"linear|recurrent") as error:
-        kit.dflow_greedy(target, kit.tiny_drafter(target), kit.prompt_of(5).repeat(batch_size, 1), max_new_tokens=4)
-    assert not calls and "\n" not in str(error.value)
-
-
 def test_quantised_head():
     """C8 in a batch: code that reads a weight matrix of the head."""
     target = target_for("llama")

@@ -9,7 +9,11 @@ import torch
 from batches import padded
 from hybrids import FAMILIES, followed, hybrid
 from internals import RecurrentStates
+from law import VOCAB, Loop, law_error, three_token_drafter
+from test_alignment import PROMPT_LENGTH, misaligned_slots, see_through_drafter, watch
 from transformers import DynamicCache, StoppingCriteriaList
+
+from hf_dflow import UnsupportedGenerationError
 
 LENGTH, NEW_TOKENS, SLACK = 12, 48, 16  # prompt, what is generated, what scripts know beyond it
 PATTERNS = {
@@ -19,6 +23,7 @@ PATTERNS = {
     16: [3, 8, 15, 1, 0, 15],
 }  # partial, partial again, then full; N is full
 STATE = 2e-5  # largest difference of a returned state, in units of its largest entry: blocks round differently
+LAW = 1e-5  # largest error of a law whose target computes in float32
 
 
 def prompt_of(family: str) -> torch.Tensor:
@@ -217,6 +222,95 @@ def test_batch_is_its_rows_alone(family, drafter_class):
     output = kit.decode(target, drafter, ids, NEW_TOKENS, attention_mask=mask)
     for row, (whole, prompt) in enumerate(zip(alone, prompts, strict=True)):
         assert output.sequences[row, LENGTH:].tolist() == whole[0, prompt.shape[1] :][:NEW_TOKENS].tolist()
+
+
+# -- what is refused
+
+REFUSED = {
+    "jamba": "a block of tokens behind its cache",  # a block forgets the state
+    "mamba": "a block of tokens behind its cache",  # a block's convolution is another one
+    "recurrent_gemma": "outside of its modules",  # its cache holds no states
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused_before_any_forward_with_what_was_measured(family):
+    """Targets that disagree with themselves between a block and single tokens."""
+    target, calls = hybrid(family, attention="eager"), []
+    handle = target.get_decoder().register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(UnsupportedGenerationError, match=REFUSED[family]):
+        kit.decode(target, kit.tiny_drafter(target, 8), kit.prompt_of(5), 4)
+    handle.remove()
+    assert not calls
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "zamba2"])
+def test_trees_are_refused_by_name(family):
+    """A tree whose nodes share one state."""
+    with pytest.raises(UnsupportedGenerationError, match="recurrent layers"):
+        kit.decode(hybrid(family), pattern_drafter(family), prompt_of(family), 8, tree_budget=6)
+
+
+def test_fully_recurrent_target():
+    """A cache whose length nobody tells: alone, in a batch, returned, and refused where it is filled."""
+    target, lengths = hybrid("mamba2", attention="eager"), (7, LENGTH, 3)
+    prompts = [kit.prompt_of(length, seed=length) for length in lengths]
+    texts = [kit.plain_greedy(target, prompt, NEW_TOKENS + SLACK) for prompt in prompts]
+    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.PatternDrafter)
+    drafter.pattern = PATTERNS[8]
+    drafter.follow(texts[1], LENGTH)
+    output = kit.decode(target, drafter, prompts[1], NEW_TOKENS)
+    assert torch.equal(output.sequences, texts[1][:, : LENGTH + NEW_TOKENS])
+    kit.assert_not_vacuous(output.statistics)
+    plain = kit.plain_greedy(target, prompts[1], NEW_TOKENS, return_dict_in_generate=True)
+    assert difference(kit.cache_of(output), kit.cache_of(plain)) < STATE
+    with pytest.raises(UnsupportedGenerationError, match="how many tokens"):
+        kit.decode(target, drafter, texts[1], 4, **{kit.CACHE: kit.cache_of(output)})
+    drafter.follow_rows(list(zip(texts, lengths, strict=True)))
+    ids, mask = padded(prompts)
+    batch = kit.decode(target, drafter, ids, NEW_TOKENS, attention_mask=mask)
+    for row, (whole, length) in enumerate(zip(texts, lengths, strict=True)):
+        assert batch.sequences[row, LENGTH:].tolist() == whole[0, length:][:NEW_TOKENS].tolist()
+
+
+# -- sampling, alignment and waits
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_law_of_two_steps(monkeypatch, rule):
+    """A rejected draft that shifts the law of what follows: every branch of two steps (nightly: with longer blocks)."""
+    target = hybrid("lfm2", vocab_size=VOCAB)
+    drafter = three_token_drafter(target, 2)
+    assert law_error(Loop(monkeypatch, target, drafter, verification=rule), 2, 1) < LAW
+    monkeypatch.setattr(RecurrentStates, "advance", _nothing)
+    assert law_error(Loop(monkeypatch, target, drafter, verification=rule), 2, 1) > 100 * LAW
+
+
+@pytest.mark.parametrize("accepted", [0, 2, 4, 5])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_relay_is_aligned_behind_a_rollback(family, accepted):
+    """Feedback of rows counted from anywhere but the anchor, in the step behind a rollback and in the next."""
+    target = hybrid(family)
+    drafter = see_through_drafter(target)
+    whole = kit.plain_greedy(target, kit.prompt_of(PROMPT_LENGTH), 40)
+    watcher = watch(target, drafter, whole, [accepted, (accepted + 2) % 6, 1])
+    assert int(watcher.steps[0][1].accepted_length) == accepted
+    wrong, fed = misaligned_slots(target, drafter, watcher)
+    assert wrong == 0 and fed >= 5 - accepted
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seeds": [3]}, {"stale_mixture": True}])
+def test_text_of_other_options(options):
+    """Options that touch what a step feeds back or draws: the same text with and without the drafter's mistakes."""
+    family = "olmo_hybrid"
+    target, prompt = hybrid(family), prompt_of(family)
+    output = kit.decode(target, follower(kit.NudgedDrafter, family), prompt, NEW_TOKENS, **options)
+    kit.assert_not_vacuous(output.statistics)
+    if "do_sample" in options:
+        again = kit.decode(target, follower(kit.NudgedDrafter, family), prompt, NEW_TOKENS, **options)
+        assert torch.equal(output.sequences, again.sequences)
+    else:
+        assert torch.equal(output.sequences, text(family))
 
 
 # -- negative controls: each is seen by the text or by the returned states
