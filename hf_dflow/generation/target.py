@@ -228,7 +228,7 @@ class TargetSession:
         num_drafts, is_prefill, self.has_prefilled = forward.chain.num_drafts, not self.has_prefilled, True
         if len(rows) == 1 and self.columns is None:
             kept = self._num_new if is_prefill else counts[0]
-            caches.crop(self.cache, self._num_new - kept)
+            caches.crop(self.cache, 0 if is_prefill else num_drafts + 1 - kept)
             self._advance([kept], emissions)
             self.cached_rows += kept
             self._num_new = 0
