@@ -19,6 +19,8 @@ RESULTS = ROOT / "docs" / "results"
 
 def with_interval(figure: dict[str, Any], form: str) -> str:
     """`1.84 [1.71, 1.99]` of a figure with its 95% interval."""
+    if figure["interval_95"] is None:
+        return f"{figure['value']:{form}} (n={figure['n']})"
     low, high = figure["interval_95"]
     return f"{figure['value']:{form}} [{low:{form}}, {high:{form}}]"
 

@@ -72,10 +72,13 @@ def use_threads(threads: int | None) -> None:
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
 
 
+STDOUT = Path("-")  # a file's name that stands for standard output
+
+
 def writable(path: Path | None) -> Path | None:
     """Refuse, before anything is measured, a file that could not be written at the end."""
-    if path is None:
-        return None
+    if path is None or path == STDOUT:
+        return path
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
         reason = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
@@ -94,27 +97,98 @@ def writable_folder(path: Path) -> Path:
     return path
 
 
+def drawable(path: Path | None) -> Path | None:
+    """Refuse, before anything is measured, a picture that could not be drawn or written at the end."""
+    if path is not None:
+        if path == STDOUT:
+            raise typer.BadParameter("a picture is not printed; name a file")
+        try:
+            matplotlib_figure()
+        except DFlowError as error:
+            raise typer.BadParameter(str(error)) from error
+    return writable(path)
+
+
+def matplotlib_figure() -> Any:
+    """matplotlib's `Figure`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DFlowError("the plot needs matplotlib: pip install 'hf-dflow[plot]'; or leave --plot out") from error
+    return Figure
+
+
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", callback=writable, help="Also write all figures and their conditions here.")
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=writable,
+        help="Also write all figures and their conditions here; - prints them in place of the tables.",
+    ),
 ]
 
 
-def write_json(path: Path | None, record: dict[str, Any]) -> None:
-    """Write a command's record to its `--json` file; print it if that fails, so that nothing is lost."""
-    if path is None:
+def write_json(path: Path | None, record: dict[str, Any], *, is_final: bool = True) -> None:
+    """Write a command's record to its `--json` file, whole or not at all.
+
+    If that fails, the record is printed, so that nothing is lost.
+
+    Args:
+        is_final (`bool`, *optional*, defaults to `True`): The measuring is over: name the file.
+    """
+    if path is None or (path == STDOUT and not is_final):
         return
     text = json.dumps(record, indent=1)
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
+    if path == STDOUT:
         typer.echo(text)
-        raise DFlowError(f"{path} could not be written ({error.strerror}); the record was printed instead") from error
+        return
+    try:
+        _replace(path, text + "\n")
+    except OSError as error:
+        if is_final:
+            typer.echo(text)
+            raise DFlowError(
+                f"{path} could not be written ({error.strerror}); the record was printed instead"
+            ) from error
+        return
+    if is_final:
+        written(path)
 
 
-def report_console() -> Console:
-    """The console that commands print to; in a file or a pipe, lines are as long as they need to be."""
-    console = Console()
-    return console if console.is_terminal else Console(width=UNBOUNDED)
+def _replace(path: Path, text: str) -> None:
+    """Put `text` in place of a file's contents in one step; a device or a pipe is written to."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        if path.exists():
+            unfinished.chmod(path.stat().st_mode)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        if not path.exists():
+            raise
+        path.write_text(text, encoding="utf-8")  # a file that may be written, in a folder that may not
+
+
+def written(path: Path) -> None:
+    """Name a file that a command wrote, beside its standard output."""
+    typer.echo(f"Wrote {path}", err=True)
+
+
+def report_console(json_path: Path | None = None) -> Console:
+    """The console that commands print to; in a file or a pipe, lines are as long as they need to be.
+
+    Args:
+        json_path (`Path`, *optional*): Where the record goes; if it is printed, everything else goes to standard error.
+    """
+    to_stderr = json_path == STDOUT
+    console = Console(stderr=to_stderr)
+    return console if console.is_terminal else Console(stderr=to_stderr, width=UNBOUNDED)
 
 
 @dataclass(frozen=True)

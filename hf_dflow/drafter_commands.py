@@ -1,6 +1,7 @@
 """`hf-dflow drafters`, `info`, `export`, `publish`, `card new` and `card check`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,17 +10,27 @@ from rich.console import Console
 from rich.table import Table
 
 # What needs torch is imported inside the commands: --help must not wait for it.
-from hf_dflow.console import ResultTable, errors_in_words, print_table, report_console
+from hf_dflow.console import (
+    STDOUT,
+    JsonOption,
+    ResultTable,
+    errors_in_words,
+    print_table,
+    report_console,
+    write_json,
+)
 
 
 def drafters(
     target: Annotated[str | None, typer.Option(help="Only the drafters of this target, by its Hub name.")] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """List the drafters that `for_target` knows; any other is loaded by its own name."""
     from hf_dflow.checkpoints.names import TABLE, drafter_for, drafters_for
 
     if target is not None:
         drafter_for(target)  # raises where there is none, and names similar targets
+    listed = list(TABLE if target is None else drafters_for(target))
     rows = [
         [
             row.name,
@@ -29,13 +40,14 @@ def drafters(
             row.licence or "see its page",
             row.chat_mode or "?",
         ]
-        for row in (TABLE if target is None else drafters_for(target))
+        for row in listed
     ]
     columns = ("target", "block", "format", "licence", "mode")
-    print_table(report_console(), ResultTable("published drafters", ("drafter",), columns, rows))
+    print_table(report_console(json_path), ResultTable("published drafters", ("drafter",), columns, rows))
+    write_json(json_path, {"drafters": [asdict(row) for row in listed]})
 
 
-def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) -> None:
+def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")], json_path: JsonOption = None) -> None:
     """Show what a drafter was made for."""
     from hf_dflow.model.drafter import DFlowDrafter
 
@@ -61,7 +73,8 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")]) ->
     }
     for name, value in properties.items():
         table.add_row(name, value)
-    Console().print(table)
+    Console(stderr=json_path == STDOUT).print(table)
+    write_json(json_path, {"properties": properties})
 
 
 def export(

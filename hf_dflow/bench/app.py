@@ -10,6 +10,7 @@ from hf_dflow.bench.endpoint import OK, EndpointSettings
 from hf_dflow.bench.options import PairOptions, PromptOptions, TemperaturesOption
 from hf_dflow.console import (
     JsonOption,
+    drawable,
     errors_in_words,
     report_console,
     show,
@@ -17,9 +18,11 @@ from hf_dflow.console import (
     writable,
     writable_folder,
     write_json,
+    written,
 )
 from hf_dflow.errors import DFlowError
 
+INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 app = typer.Typer(help="Measure before you switch it on.", no_args_is_help=True)
 
 
@@ -41,7 +44,7 @@ def run(
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts, for times.")] = 1,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no prompt after so long.")] = None,
     json_path: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(callback=writable, help="PNG of tokens per step by task.")] = None,
+    plot: Annotated[Path | None, typer.Option(callback=drawable, help="PNG of tokens per step by task.")] = None,
 ) -> None:
     """Measure every strategy on the same prompts, by turns; exit code 1 if a greedy float32 text differs."""
     from hf_dflow.bench import comparison
@@ -54,7 +57,7 @@ def run(
     draft_model = load_draft_model(assistant, pair.target) if assistant else None
     unavailable = {"assisted": draft_model is None, "dflow": pair.drafter.relay is None}
     strategies = strategy or [name for name in comparison.STRATEGIES if not unavailable.get(name)]
-    console = report_console()
+    console = report_console(json_path)
     if warning := comparison.mode_warning(pair):
         console.print(f"[yellow]{warning}[/]")
     record = comparison.run(
@@ -68,11 +71,15 @@ def run(
         repeats=repeats,
         minutes=minutes,
         console=console,
+        keep=lambda record: write_json(json_path, record, is_final=False),
     )
     show(comparison.present(record), console)
     write_json(json_path, record)
     if plot is not None:
         comparison.plot(record, plot)
+        written(plot)
+    if record["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
     is_exact = pair_options.dtype in ("float32", "float64")  # in others a near tie may flip
     raise typer.Exit(1 if is_exact and not is_identical(record) else 0)
 
@@ -87,8 +94,10 @@ def endpoint(settings: EndpointSettings, prompt_options: PromptOptions, json_pat
     workload = prompt_options.workload()
     record = endpoint_record.measure(settings, workload.prompts)
     record["conditions"]["workload"] = workload.source
-    show(endpoint_record.present(record), report_console())
+    show(endpoint_record.present(record), report_console(json_path))
     write_json(json_path, record)
+    if record["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
     raise typer.Exit(0 if set(record["all"]["outcomes"]) == {OK} else 1)
 
 
@@ -112,6 +121,7 @@ def sweep(
     output_tokens: Annotated[str, typer.Option(help="Comma-separated.")] = "64",
     concurrency: Annotated[str, typer.Option(help="Prompts decoded together; comma-separated.")] = "1",
     repeats: Annotated[int, typer.Option(min=1, help="Turns over all prompts.")] = 1,
+    json_path: JsonOption = None,
 ) -> None:
     """Find the fastest block size and verification rule for each task and condition, and write them as defaults."""
     from hf_dflow.bench import sweep as bench
@@ -124,15 +134,24 @@ def sweep(
         "concurrencies": _numbers(concurrency, int),
     }
     workload = prompt_options.workload(pair_options.own_prompts)
-    console, pair = report_console(), pair_options.load()
-    record = bench.sweep(pair, workload.prompts, **axes, workload=workload.source, repeats=repeats, console=console)
+    console, pair = report_console(json_path), pair_options.load()
+
+    def keep(record: dict[str, Any]) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / bench.RECORD, record, is_final=False)
+
+    record = bench.sweep(
+        pair, workload.prompts, **axes, workload=workload.source, repeats=repeats, console=console, keep=keep
+    )
     show(bench.present(record), console)
-    written = bench.write(record, output)
-    typer.echo(f"{output / bench.RECORD}: all of it; generation defaults for DFlowGenerationConfig.from_pretrained:")
-    for path in written:
-        typer.echo(f"  {path}")
-    if not written:
-        typer.echo("  none: plain decoding is faster everywhere")
+    files = bench.write(record, output)
+    write_json(json_path, record)
+    for path in files:
+        written(path)
+    advice = "DFlowGenerationConfig.from_pretrained reads them" if files else "the drafter is shown to pay nowhere"
+    console.print(f"{len(files)} files of generation defaults: {advice}.")
+    if record["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _numbers(text: str, kind: Any) -> list[Any]:
@@ -145,10 +164,10 @@ def _numbers(text: str, kind: Any) -> list[Any]:
 @app.command()
 @errors_in_words()
 def report(
-    records: Annotated[list[Path], typer.Argument(help="JSON of bench run, bench endpoint, plan, cost and probe.")],
+    records: Annotated[list[Path], typer.Argument(help="JSON of bench run, endpoint and sweep, plan, cost and probe.")],
     html: Annotated[Path | None, typer.Option(callback=writable, help="Write all of it as one HTML file.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(callback=writable, help="PNG of runs and endpoints side by side.")
+        Path | None, typer.Option(callback=drawable, help="PNG of runs and endpoints side by side.")
     ] = None,
     monitor: Annotated[Path | None, typer.Option(help="Prometheus text of an AcceptanceMonitor that served.")] = None,
     target_licence: Annotated[str | None, typer.Option(help="E.g. apache-2.0.")] = None,
@@ -178,10 +197,12 @@ def report(
     text = render(evidence, with_plots=html is not None)  # also finds records that are incomplete
     if html is not None:
         html.write_text(text, encoding="utf-8")
+        written(html)
     if plot is not None:
         if not loads:
             raise DFlowError("--plot draws runs and endpoints; give the record of one")
         side_by_side.plot(loads, names, plot)
+        written(plot)
     if loads:
         show(side_by_side.present(loads, names), report_console())
     items = checklist(evidence)

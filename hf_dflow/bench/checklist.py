@@ -29,8 +29,8 @@ class Evidence:
     """What was measured or stated; everything is optional.
 
     Args:
-        runs, endpoints, plans, costs, probes (`dict[str, dict]`): Records of `hf-dflow bench run`, `bench endpoint`,
-            `plan`, `cost` and `probe`, by their names.
+        runs, endpoints, sweeps, plans, costs, probes (`dict[str, dict]`): Records of `hf-dflow bench run`, `bench
+            endpoint`, `bench sweep`, `plan`, `cost` and `probe`, by their names.
         monitor (`str`, *optional*): Prometheus text of an [`AcceptanceMonitor`] that served.
         target_licence, drafter_licence (`str`, *optional*).
         canary (`str`, *optional*): What the canary period and its bill showed, in the user's words.
@@ -38,6 +38,7 @@ class Evidence:
 
     runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     endpoints: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sweeps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     costs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     probes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -111,9 +112,11 @@ def _figures(evidence: Evidence) -> Item:
                 )
     for record in evidence.endpoints.values():
         if record["acceptance"] and record["all"]["latency"]:
+            rate = record["all"]["effective_tps_with_bonus"]
+            speed = "unknown" if rate is None else format(rate, ".1f")
             figures.append(
                 f"{record['conditions']['target']}: {record['acceptance']['draft_acceptance_rate']:.1%} accepted, "
-                f"{record['all']['effective_tps_with_bonus']:.1f} tokens/s, p95 "
+                f"{speed} tokens/s, p95 "
                 f"{record['all']['latency']['latency_seconds']['p95']:.2f} s"
             )
     missing = "give a record of bench run, or one of bench endpoint whose server counts its drafts"

@@ -17,16 +17,25 @@ from hf_dflow.bench.options import (
     ShareGptOption,
     TargetOption,
 )
-from hf_dflow.console import JsonOption, ThreadsOption, report_console, show, takes_option_groups, writable, write_json
+from hf_dflow.console import (
+    STDOUT,
+    JsonOption,
+    ThreadsOption,
+    report_console,
+    show,
+    takes_option_groups,
+    writable,
+    write_json,
+)
 from hf_dflow.errors import DFlowError
 
 
 @takes_option_groups
 def demo(
     pair_options: PairOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     prompts: PromptFileOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
+    json_path: JsonOption = None,
 ) -> None:
     """Decode with SmolLM2-135M plainly, DFlash-style and with DFlow; exit code 1 if any text differs."""
     from hf_dflow.bench import demo as bench
@@ -36,10 +45,9 @@ def demo(
     pair = pair_options.load()
     answers = bench.compare(pair, workload, max_new_tokens)
     record = bench.as_record(answers, **pair.describe(), max_new_tokens=max_new_tokens)
-    if as_json:
-        typer.echo(json.dumps(record, indent=2))
-    else:
-        bench.show(pair, answers, Console())
+    # Prompts and answers are prose, which a pipe gets in lines of 80 columns as well.
+    bench.show(pair, answers, Console(stderr=json_path == STDOUT))
+    write_json(json_path, record)
     if not all(row["text_identical"] for row in record["rows"]):
         raise typer.Exit(1)
 
@@ -49,8 +57,10 @@ def check(
     pair_options: PairOptions,
     prompts: PromptFileOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    json_path: JsonOption = None,
 ) -> None:
     """Compare greedy text with and without a drafter; exit code 1 on a difference that is no rounding."""
+    from hf_dflow.bench.conditions import run_conditions
     from hf_dflow.bench.lossless import FAULT, compare_with_plain
     from hf_dflow.bench.workloads import DEMO, read_prompts
     from hf_dflow.generation.checks import can_hold_holes
@@ -61,16 +71,23 @@ def check(
     pair = pair_options.load()
     check_pair(pair.target, pair.drafter, pair.tokenizer, pair.chat_mode)
     has_full_attention = can_hold_holes(pair.target)
-    typer.echo(str(check_of(pair.target, holes=has_full_attention, tree=has_full_attention)))
+    self_check = str(check_of(pair.target, holes=has_full_attention, tree=has_full_attention))
+    to_stderr = json_path == STDOUT
+    typer.echo(self_check, err=to_stderr)
     if not has_full_attention:
-        typer.echo("  rows of a batch are decoded one by one, without trees: not all layers are full attention")
-    reports = []
+        typer.echo(
+            "  rows of a batch are decoded one by one, without trees: not all layers are full attention", err=to_stderr
+        )
+    reports, rows = [], []
     for prompt in workload:
         report = compare_with_plain(pair.target, pair.drafter, pair.encode(prompt.text), max_new_tokens)
         reports.append(report)
-        typer.echo(f"{prompt.task}: {report} ({report.statistics})")
+        rows.append({**prompt.as_record(), **report.as_record()})
+        typer.echo(f"{prompt.task}: {report} ({report.statistics})", err=to_stderr)
     if not any(report.statistics and report.statistics.num_accepted_draft_tokens for report in reports):
-        typer.echo("No draft was accepted, so this shows little: is it the drafter of this target?")
+        typer.echo("No draft was accepted, so this shows little: is it the drafter of this target?", err=to_stderr)
+    conditions = run_conditions(**pair.describe(), max_new_tokens=max_new_tokens, prompts=len(rows))
+    write_json(json_path, {"rows": rows, "self_check": self_check, "conditions": conditions})
     if any(report.verdict == FAULT for report in reports):
         raise typer.Exit(1)
 
@@ -88,8 +105,10 @@ def probe(
 
     workload = read_prompts(prompts or pair_options.own_prompts or HELD_OUT)
     record = bench.probe_prompts(pair_options.load(), workload, max_new_tokens)
-    show(bench.present(record), report_console())
+    show(bench.present(record), report_console(json_path))
     write_json(json_path, record)
+    if record["interrupted"]:
+        raise typer.Exit(130)
 
 
 def calibrate(
@@ -128,8 +147,9 @@ def calibrate(
     if bundled or not others:
         workload += [prompt for prompt in tasks_in_turn(read_prompts(FITTING)) if prompt not in workload]
     pair = PairOptions(target, str(drafter), threads=threads).load()
-    result = bench.fit(pair, workload, max_new_tokens, Console())
-    typer.echo(json.dumps(result, indent=1))
+    result = bench.fit(pair, workload, max_new_tokens, Console(stderr=json_path == STDOUT))
+    if json_path != STDOUT:
+        typer.echo(json.dumps(result, indent=1))
     if json_path is not None:
         decoding = ", ".join(mode.name for mode in bench.MODES.values())
         tasks = dict(Counter(prompt.task for prompt in workload))
@@ -169,7 +189,7 @@ def plan(
     available = gpu_memory * gpu_memory_utilization * bench.GIB
     conditions = {**vars(load), "target": Path(target).name, "drafter": Path(drafter).name}
     record = bench.as_record(counted, available, **conditions)
-    show(bench.present(record), report_console())
+    show(bench.present(record), report_console(json_path))
     write_json(json_path, record)
 
 
@@ -184,5 +204,5 @@ def cost(
     from hf_dflow.bench.cost import compare, present
 
     record = compare(hosted, own, monthly_tokens)
-    show(present(record), report_console())
+    show(present(record), report_console(json_path))
     write_json(json_path, record)

@@ -1,7 +1,7 @@
 """`hf-dflow bench run`: every strategy on the same prompts, by turns, with conditions that stand beside the figures."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,31 @@ from rich.progress import track
 from hf_dflow.bench.answers import Answer, Plan, answer_all, warm_up
 from hf_dflow.bench.conditions import prompts_digest, run_conditions
 from hf_dflow.bench.figures import as_record, by_tasks, is_identical, times_of
-from hf_dflow.bench.intervals import with_interval
+from hf_dflow.bench.intervals import MIN_ITEMS, with_interval
 from hf_dflow.bench.pairs import Pair
 from hf_dflow.bench.peak_memory import NOT_ASKED, peak_of, weight_bytes
 from hf_dflow.bench.strategies import PLAIN, Contestant, Mode, classic_contestant, decode_rows
 from hf_dflow.bench.workloads import ALL_TASKS, Prompt, batches_of
-from hf_dflow.console import Presentation, Remark, ResultTable
+from hf_dflow.console import Presentation, Remark, ResultTable, matplotlib_figure
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.statistics import AcceptanceStatistics
 
 BASELINE = "dflash"
 STRATEGIES = ("assisted", "prompt_lookup", "transformers_dflash", "dflash", "dflow")  # and plain, always
+KEEP_SECONDS = 10.0  # between two records of an unfinished run
 NOT_HELPING = 1.05  # tokens per step up to which a note says that the drafter does not help
 NONE = "–"
 NOT_RUN = "not run"
-DRAFTS = ("tokens/step [95%]", "accepted drafts", "accepted", "wasted", "std", "forwards/token", "by position")
+DRAFTS = (
+    "prompts",
+    "tokens/step [95%]",
+    "accepted drafts",
+    "accepted",
+    "wasted",
+    "std",
+    "forwards/token",
+    "by position",
+)
 TIMES = ("p50 s", "p95 s", "p99 s", "first token s", "per token ms", "accepted drafts/s", "tokens/s", "speed-up [95%]")
 MEMORY = ("weights MiB", "call MiB", "together MiB")
 
@@ -70,6 +80,7 @@ def run(
     baseline: str = BASELINE,
     workload: str = "prompts of the caller",
     with_memory: bool = True,
+    keep: Callable[[dict[str, Any]], Any] = lambda record: None,
 ) -> dict[str, Any]:
     """Measure by turns: a prompt goes through every strategy before the next; who begins changes from turn to turn.
 
@@ -81,10 +92,14 @@ def run(
         baseline (`str`, *optional*): The contestant that the others are compared with.
         workload (`str`, *optional*): A description of the prompts' source.
         with_memory (`bool`, *optional*, defaults to `True`): One more call of each strategy and mode, for its peak.
+        keep (`Callable`, *optional*): Called with the record so far, now and then.
+
+    A `KeyboardInterrupt` after the first prompt ends the measuring: the record holds what was finished, and
+    `interrupted` is true.
 
     Returns:
         `dict`: For JSON: `modes` (counts as [`as_record`], beside them `latency`, `peak_memory` and `not_run`),
-        `identity`, `rows`, `conditions`, `notes`.
+        `identity`, `rows`, `conditions`, `notes`, `interrupted`.
     """
     # Greedy texts are always compared with the target's own, which is decoded anyway.
     plan = Plan(list(contestants), list(modes), output_tokens, with_plain=True)
@@ -104,29 +119,61 @@ def run(
     memory = {mode.name: peak_memory(pair, plan, mode, inputs, not_run[mode.name]) for mode in modes if with_memory}
     answers: list[Answer] = []
     counted: dict[tuple, Answer] = {}
-    for repeat in range(repeats):
-        if is_over():
-            break
-        numbered: Iterable[tuple[int, Any]] = [(repeat + number, call) for number, call in enumerate(calls)]
-        if console:
-            numbered = track(numbered, description=f"turn {repeat + 1}", console=console)
-        answers += answer_all(pair.target, pair.encode_batch, numbered, plan, is_over, not_run=not_run)
-        for answer in answers:  # a prompt that fills up a batch, or is decoded again, is counted once
-            counted.setdefault((answer.prompt.task, answer.prompt.digest, answer.mode.name, answer.seed), answer)
+
+    def record_so_far() -> dict[str, Any]:
+        record = as_record(list(counted.values()), baseline)
+        for name, measured in record["modes"].items():
+            of_mode = [answer for answer in answers if answer.mode.name == name]
+            measured |= {"not_run": not_run[name], "peak_memory": memory.get(name, {}), "latency": times_of(of_mode)}
+            for task, group in by_tasks(of_mode).items():
+                measured["by_task"][task]["latency"] = times_of(group)
+        used = list(dict.fromkeys(answer.prompt for answer in counted.values()))
+        memory_how = next((peak["how"] for peaks in memory.values() for peak in peaks.values()), NOT_ASKED)
+        record["conditions"] = _conditions(pair, modes, used, output_tokens, concurrency) | {
+            "workload": workload,
+            "repeats": repeats,
+            "prompts_left_out": len(set(prompts)) - len(used),
+            "peak_memory": memory_how,
+        }
+        record["notes"] = notes(list(counted.values()))
+        record["interrupted"] = is_interrupted
+        return record
+
+    is_interrupted, kept_at = True, time.monotonic()
+    try:
+        for repeat in range(repeats):
+            numbered: Iterable[tuple[int, Any]] = [(repeat + number, call) for number, call in enumerate(calls)]
+            if console:
+                numbered = track(numbered, description=f"turn {repeat + 1}", console=console)
+            for call in numbered:
+                if is_over():
+                    break
+                finished = answer_all(pair.target, pair.encode_batch, [call], plan, not_run=not_run)
+                answers += finished
+                for answer in finished:  # a prompt that fills up a batch, or is decoded again, is counted once
+                    key = (answer.prompt.task, answer.prompt.digest, answer.mode.name, answer.seed)
+                    counted.setdefault(key, answer)
+                if time.monotonic() - kept_at > KEEP_SECONDS:
+                    keep(record_so_far())
+                    kept_at = time.monotonic()
+        is_interrupted = False
+    except KeyboardInterrupt:
+        if not answers:
+            raise
     if not answers:
         raise DFlowError(
             f"--minutes {minutes:g} were over before the first prompt, warm-up and memory included; give more"
         )
-    record = as_record(list(counted.values()), baseline)
-    for name, measured in record["modes"].items():
-        of_mode = [answer for answer in answers if answer.mode.name == name]
-        measured |= {"not_run": not_run[name], "peak_memory": memory.get(name, {}), "latency": times_of(of_mode)}
-        for task, group in by_tasks(of_mode).items():
-            measured["by_task"][task]["latency"] = times_of(group)
-    used = list(dict.fromkeys(answer.prompt for answer in counted.values()))
+    return record_so_far()
+
+
+def _conditions(
+    pair: Pair, modes: Sequence[Mode], used: Sequence[Prompt], output_tokens: int, concurrency: int
+) -> dict[str, Any]:
+    """What the run was measured under, as far as the pair, the modes and the prompts decide it."""
     batching = f", of times over batches; a request takes as long as its batch of {concurrency}"
     device = pair.target.device
-    record["conditions"] = run_conditions(**pair.describe()) | {
+    return run_conditions(**pair.describe()) | {
         "engine": "transformers, in this process",
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -136,17 +183,11 @@ def run(
         "draft_rule": "sampled drafts are tested against their law; prompt lookup's must be what the target draws",
         "concurrency": concurrency,
         "prompts_sha256": prompts_digest(used),
-        "workload": workload,
-        "repeats": repeats,
         "prompts": len(used),
-        "prompts_left_out": len(set(prompts)) - len(used),
         "tasks": sorted({prompt.task for prompt in used}),
-        "measuring": "interleaved, warm-up not counted; interval: 95% bootstrap over prompts"
+        "measuring": f"interleaved, warm-up not counted; interval: 95% bootstrap over prompts, from {MIN_ITEMS} on"
         + (batching if concurrency > 1 else ""),
-        "peak_memory": next((peak["how"] for peaks in memory.values() for peak in peaks.values()), NOT_ASKED),
     }
-    record["notes"] = notes(list(counted.values()))
-    return record
 
 
 def peak_memory(pair: Pair, plan: Plan, mode: Mode, inputs: dict, not_run: Mapping[str, str]) -> dict[str, Any]:
@@ -193,7 +234,7 @@ def present(record: Mapping[str, Any]) -> Presentation:
         drafts, times = [], []
         for task, part in parts_of(measured).items():
             for name, timed in part["latency"].items():
-                drafts.append([task, name, *_drafts(part["contestants"].get(name), timed)])
+                drafts.append([task, name, *_drafts(part["contestants"].get(name), timed, part["prompts"])])
                 times.append([task, name, *_times(timed)])
         for name, reason in measured.get("not_run", {}).items():
             drafts.append([ALL_TASKS, name, NOT_RUN, *[NONE] * (len(DRAFTS) - 1)])
@@ -219,6 +260,8 @@ def present(record: Mapping[str, Any]) -> Presentation:
         )
     )
     remarks += [Remark(note, "yellow") for note in record["notes"]]
+    if record.get("interrupted"):
+        remarks.append(Remark("The run was interrupted: the figures are of the prompts that were finished.", "yellow"))
     title = f"{record['conditions']['target']}, drafter {record['conditions']['drafter']}"
     return Presentation(title, tables, remarks, record["conditions"])
 
@@ -228,12 +271,13 @@ def parts_of(measured: Mapping[str, Any]) -> dict[str, Any]:
     return {**measured["by_task"], ALL_TASKS: {**measured["all"], "latency": measured["latency"]}}
 
 
-def _drafts(counts: Mapping[str, Any] | None, times: Mapping[str, Any]) -> list[str]:
+def _drafts(counts: Mapping[str, Any] | None, times: Mapping[str, Any], prompts: int) -> list[str]:
     forwards = f"{times['target_forwards_per_token']:.3f}"
     if counts is None:
-        return ["1", *[NONE] * 4, forwards, NONE]
+        return ["1", str(prompts), *[NONE] * 4, forwards, NONE]
     return [
         with_interval(counts["tokens_per_step"]),
+        str(prompts),
         f"{counts['mean_accepted_length']:.2f}",
         f"{counts['draft_acceptance_rate']:.1%}",
         f"{counts['wasted_ratio']:.1%}",
@@ -275,9 +319,10 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
         for number, name in enumerate(names):
             rates = [measured["by_task"][task]["contestants"][name]["tokens_per_step"] for task in tasks]
             values = [rate["value"] for rate in rates]
+            ends = [rate["interval_95"] or [rate["value"]] * 2 for rate in rates]  # none where prompts are too few
             spread = [
-                [max(0.0, rate["value"] - rate["interval_95"][0]) for rate in rates],
-                [max(0.0, rate["interval_95"][1] - rate["value"]) for rate in rates],
+                [max(0.0, rate["value"] - low) for rate, (low, _) in zip(rates, ends, strict=True)],
+                [max(0.0, high - rate["value"]) for rate, (_, high) in zip(rates, ends, strict=True)],
             ]
             positions = [index + width * number for index in range(len(tasks))]
             panel.bar(positions, values, width, yerr=spread, capsize=2, label=name)
@@ -287,12 +332,3 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
     panels[0].set_ylabel("tokens per step")
     panels[0].legend(fontsize="small")
     picture.savefig(path, dpi=110)
-
-
-def matplotlib_figure() -> Any:
-    """matplotlib's `Figure`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DFlowError("the plot needs matplotlib: pip install 'hf-dflow[plot]'; or leave --plot out") from error
-    return Figure

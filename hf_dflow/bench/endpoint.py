@@ -34,6 +34,8 @@ LONGEST_BODY = 2**16  # characters of a body that are read for them
 REASONS = ("error", "errors", "message", "detail", "msg", "error_msg", "title", "reason")
 BROKEN_OFF = ("error", "abort", "aborted", "cancelled", "canceled", "failed", "timeout")
 TEXTS = ("content", "reasoning_content", "reasoning")  # of a piece; servers name a model's thoughts in two ways
+ONE_EACH = 0.9  # pieces for each token, from which a piece counts as one token: some tokens are no text
+CONTINUOUS = {"continuous_usage_stats": True}  # vLLM's and SGLang's: usage beside each piece of text
 LARGEST_COUNT = 10**9  # tokens of an answer, above which a server's count is not believed
 
 OK, STALLED, CUT, MALFORMED, REFUSED, UNREACHABLE, EMPTY = (
@@ -59,6 +61,9 @@ class EndpointSettings:
     max_tokens_field: Annotated[
         str, typer.Option(help="How the server calls the longest answer: max_tokens or max_completion_tokens.")
     ] = "max_tokens"
+    continuous_usage: Annotated[
+        bool, typer.Option(help="Ask for the count of tokens beside each piece of text, where the server takes it.")
+    ] = True
     ca_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Certificates to trust; SSL_CERT_FILE by default.")
     ] = None
@@ -127,6 +132,10 @@ class RequestResult:
         outcome (`str`): "ok", or how it failed.
         seconds, first_token_seconds (`float`): Of the last try.
         tokens (`int`): As the server counted them; else its pieces of text, see `is_counted_by_server`.
+        first_tokens (`int`, *optional*): Tokens of the first piece as the server counted them, with speculation often
+            several; `None` where it counts at the end only.
+        pieces (`int`): Events that brought text.
+        last_token_seconds (`float`): Of the last piece of text.
         retries (`Counter`): What earlier tries met, by status or kind.
     """
 
@@ -136,9 +145,24 @@ class RequestResult:
     seconds: float = 0.0
     first_token_seconds: float = 0.0
     tokens: int = 0
+    first_tokens: int | None = None
+    pieces: int = 0
+    last_token_seconds: float = 0.0
     is_counted_by_server: bool = False
     text: str = ""
     retries: Counter = field(default_factory=Counter)
+
+    @property
+    def tokens_of_first_piece(self) -> int | None:
+        """Tokens that the first piece brought; `None` if that cannot be told.
+
+        Without the server's count on the way it is 1 only where pieces are tokens, up to a few without text.
+        """
+        if not self.is_counted_by_server:
+            return None
+        if self.first_tokens is not None:
+            return self.first_tokens
+        return 1 if self.pieces >= ONE_EACH * self.tokens else None
 
 
 class _Failure(Exception):
@@ -159,13 +183,26 @@ class Piece:
 def run_load(
     settings: EndpointSettings, prompts: Sequence[Prompt], on_done: Callable[[], Any] = lambda: None
 ) -> tuple[list[RequestResult], float]:
-    """Send every prompt once, `concurrency` at a time: one result for each, in order, and the seconds of all."""
+    """Send every prompt once, `concurrency` at a time: one result for each, in order, and the seconds of all.
+
+    A `KeyboardInterrupt` ends the load: there are results of the requests that were finished, if any were.
+    """
     start = time.perf_counter()
-    results = asyncio.run(_all(settings, prompts, on_done))
-    return results, time.perf_counter() - start
+    finished: dict[int, RequestResult] = {}
+    try:
+        asyncio.run(_all(settings, prompts, finished, on_done))
+    except KeyboardInterrupt:
+        if not finished:
+            raise
+    return [finished[number] for number in sorted(finished)], time.perf_counter() - start
 
 
-async def _all(settings: EndpointSettings, prompts: Sequence[Prompt], on_done: Callable[[], Any]):
+async def _all(
+    settings: EndpointSettings,
+    prompts: Sequence[Prompt],
+    finished: dict[int, RequestResult],
+    on_done: Callable[[], Any],
+) -> None:
     import httpx
 
     timeout = httpx.Timeout(settings.stall_seconds, connect=settings.connect_seconds, pool=None)
@@ -173,13 +210,12 @@ async def _all(settings: EndpointSettings, prompts: Sequence[Prompt], on_done: C
     pool = httpx.Limits(max_connections=settings.concurrency)
     async with httpx.AsyncClient(timeout=timeout, limits=pool, **settings.client_options()) as client:
 
-        async def request(prompt: Prompt) -> RequestResult:
+        async def request(number: int, prompt: Prompt) -> None:
             async with gate:
-                result = await _request(client, settings, prompt, random.Random(prompt.digest))
+                finished[number] = await _request(client, settings, prompt, random.Random(prompt.digest))
             on_done()
-            return result
 
-        return list(await asyncio.gather(*map(request, prompts)))
+        await asyncio.gather(*(request(number, prompt) for number, prompt in enumerate(prompts)))
 
 
 async def _request(client: Any, settings: EndpointSettings, prompt: Prompt, dice: random.Random) -> RequestResult:
@@ -216,9 +252,11 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
         settings.max_tokens_field: settings.output_tokens,
         "temperature": settings.temperature,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, **CONTINUOUS}
+        if settings.continuous_usage
+        else {"include_usage": True},
     }
-    is_over, pieces = False, 0
+    is_over = False
     other_lines: list[str] = []
     try:
         async with client.stream("POST", f"{settings.url.rstrip('/')}/chat/completions", json=body) as response:
@@ -231,9 +269,12 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
                 piece = _piece(data)
                 is_over = is_over or piece.is_last  # not every server ends with [DONE]
                 if piece.text:
-                    pieces += 1
+                    result.pieces += 1
                     result.text += piece.text
-                    result.first_token_seconds = result.first_token_seconds or time.perf_counter() - start
+                    result.last_token_seconds = time.perf_counter() - start
+                    if result.pieces == 1:
+                        result.first_token_seconds = result.last_token_seconds
+                        result.first_tokens = piece.count or None
                 if piece.count is not None:
                     result.tokens, result.is_counted_by_server = piece.count, True
     except httpx.DecodingError as error:
@@ -245,8 +286,8 @@ async def _stream(client: Any, settings: EndpointSettings, result: RequestResult
     except httpx.TransportError as error:
         raise _Failure(CUT, f"the connection broke ({type(error).__name__})") from error
     if not result.tokens:  # nobody counted, or counted none though there is text
-        result.tokens, result.is_counted_by_server = pieces, False
-    if not is_over and other_lines and not pieces:
+        result.tokens, result.is_counted_by_server = result.pieces, False
+    if not is_over and other_lines and not result.pieces:
         raise _no_stream("\n".join(other_lines))
     if not is_over:
         raise _Failure(CUT, "the stream ended without [DONE] or a finish_reason")

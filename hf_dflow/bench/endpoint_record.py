@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from rich.progress import Progress
@@ -31,6 +32,10 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
         DFlowError: Not even the first request was let in.
     """
     (first,), _ = run_load(settings, prompts[:1])
+    if settings.continuous_usage and first.detail.startswith(("status 400", "status 422")):
+        # A strict server does not take the field; without it, the server counts at the end.
+        settings = replace(settings, continuous_usage=False)
+        (first,), _ = run_load(settings, prompts[:1])
     if first.outcome in (REFUSED, UNREACHABLE):
         raise DFlowError(f"{settings.url}: {first.detail}")
     before = read_spec_metrics(settings)
@@ -53,8 +58,8 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
         "modes": [mode],
         "decoding": mode,
         "concurrency": settings.concurrency,
-        "prompts": len(prompts),
-        "prompts_sha256": prompts_digest(prompts),
+        "prompts": len(results),
+        "prompts_sha256": prompts_digest([result.prompt for result in results]),
         "measuring": "one request to warm up, then as many at a time as stated",
     }
     return {
@@ -62,11 +67,16 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
         "by_task": {task: summarise_load(group) for task, group in by_task.items()},
         "acceptance": with_tokens_per_step(acceptance_between(before, after), whole_load),
         "conditions": run_conditions(**conditions),
+        "interrupted": len(results) < len(prompts),
     }
 
 
 def summarise_load(results: Sequence[RequestResult], wall_seconds: float | None = None) -> dict[str, Any]:
     """Latencies of what was answered, and a count of everything that was asked.
+
+    The first-token time ends with the first piece of text, which may hold several tokens. Seconds per output token are
+    those between the first piece and the last, over the tokens behind the first piece; an answer of which the server
+    does not tell them has no such figure, and without the server's count there are no tokens per second either.
 
     Args:
         wall_seconds (`float`, *optional*): Of the whole load. A part of a load shares the server with the others, so
@@ -74,7 +84,18 @@ def summarise_load(results: Sequence[RequestResult], wall_seconds: float | None 
     """
     good = [result for result in results if result.outcome == OK]
     tokens = sum(result.tokens for result in good)
-    timed = [Timed(result.prompt.digest, result.seconds, result.first_token_seconds, result.tokens) for result in good]
+    is_counted = all(result.is_counted_by_server for result in good)
+    timed = [
+        Timed(
+            result.prompt.digest,
+            result.seconds,
+            result.first_token_seconds,
+            result.tokens,
+            first_tokens=result.tokens_of_first_piece,
+            last_token_seconds=result.last_token_seconds,
+        )
+        for result in good
+    ]
     return {
         "requests": len(results),
         "outcomes": dict(Counter(result.outcome for result in results)),
@@ -82,8 +103,9 @@ def summarise_load(results: Sequence[RequestResult], wall_seconds: float | None 
         "retries": dict(sum((result.retries for result in results), Counter())),
         "wall_seconds": wall_seconds,
         "output_tokens": tokens,
-        "tokens_counted_by": "the server" if all(result.is_counted_by_server for result in good) else "pieces of text",
-        "effective_tps_with_bonus": None if wall_seconds is None else tokens / wall_seconds,
+        "pieces": sum(result.pieces for result in good),
+        "tokens_counted_by": "the server" if is_counted else "pieces of text",
+        "effective_tps_with_bonus": tokens / wall_seconds if wall_seconds is not None and is_counted else None,
         "latency": latencies(timed) if timed else None,
     }
 
@@ -177,6 +199,14 @@ def present(record: Mapping[str, Any]) -> Presentation:
         for kind in ("failures", "retries")
         for detail, count in record["all"][kind].items()
     ]
+    if record["all"]["latency"] and record["all"]["tokens_counted_by"] != "the server":
+        remarks.append(
+            Remark(
+                "The server does not count tokens, and a piece of text may hold several: no rate is given.", "yellow"
+            )
+        )
+    if record.get("interrupted"):
+        remarks.append(Remark("The load was interrupted: unfinished requests are missing.", "yellow"))
     acceptance = record["acceptance"]
     if acceptance is None:
         remarks.append(Remark(f"The server does not report its drafts (no {PREFIX}* at /metrics)."))

@@ -72,7 +72,7 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
         total = AcceptanceStatistics.pooled(answer.runs[name].statistics for answer in answers)
         forwards = sum(answer.runs[name].own_target_forwards for answer in answers)
         contestants[name] = {
-            "tokens_per_step": figure(rates[name]),
+            "tokens_per_step": figure(rates[name], len(columns)),
             "mean_accepted_length": total.mean_accepted_length,
             "mean_acceptance_length": total.mean_acceptance_length,
             "accepted_length_std": total.accepted_length_std,
@@ -85,13 +85,13 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
             "seconds_per_token": float(seconds_per_token[name][0]),
         }
         if has_plain:
-            contestants[name]["speed_up"] = figure(seconds_per_token[PLAIN] / seconds_per_token[name])
+            contestants[name]["speed_up"] = figure(seconds_per_token[PLAIN] / seconds_per_token[name], len(columns))
     pairs = [*((name, baseline) for name in names if name != baseline), *also]
     record: dict[str, Any] = {
         "prompts": len(columns),
         "contestants": contestants,
         "differences": {
-            f"{name} - {base}": difference(rates[name], rates[base])
+            f"{name} - {base}": difference(rates[name], rates[base], len(columns))
             for name, base in pairs
             if name in names and base in names
         },
@@ -101,9 +101,9 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
     return record
 
 
-def difference(rates: np.ndarray, base_rates: np.ndarray) -> dict[str, Any]:
+def difference(rates: np.ndarray, base_rates: np.ndarray, count: int) -> dict[str, Any]:
     """How much longer steps are than the base's, in tokens and as a share; see [`figure`]."""
-    return {"difference": figure(rates - base_rates), "gain": figure(rates / base_rates - 1.0)}
+    return {"difference": figure(rates - base_rates, count), "gain": figure(rates / base_rates - 1.0, count)}
 
 
 def identity(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -160,19 +160,26 @@ class Timed:
         seconds (`float`): To its last token.
         first_token_seconds (`float`): To its first.
         new_tokens (`int`): Tokens written.
+        first_tokens (`int`, *optional*, defaults to 1): How many came with the first; `None` if that is not known.
+        last_token_seconds (`float`, *optional*): To the last token, if the request ended later.
     """
 
     group: str
     seconds: float
     first_token_seconds: float
     new_tokens: int
+    first_tokens: int | None = 1
+    last_token_seconds: float | None = None
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of the tokens after the first; `None` for an answer of one token."""
-        if self.new_tokens < 2:
+        """Of the tokens behind the first ones; `None` where there are none, or nobody knows how many."""
+        if self.first_tokens is None or self.new_tokens <= self.first_tokens:
             return None
-        return (self.seconds - self.first_token_seconds) / (self.new_tokens - 1)
+        end = self.seconds if self.last_token_seconds is None else self.last_token_seconds
+        if end <= self.first_token_seconds:  # one piece of text, whatever the server counted behind it
+            return None
+        return (end - self.first_token_seconds) / (self.new_tokens - self.first_tokens)
 
 
 def latencies(requests: Sequence[Timed]) -> dict[str, Any]:
@@ -183,6 +190,7 @@ def latencies(requests: Sequence[Timed]) -> dict[str, Any]:
         "latency_seconds": percentiles([request.seconds for request in requests]),
         "median_latency": grouped_median([(request.group, request.seconds) for request in requests]),
         "first_token_seconds": percentiles([request.first_token_seconds for request in requests]),
+        "requests_with_time_per_token": len(per_token),
         "seconds_per_output_token": percentiles(per_token) if per_token else None,
     }
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+MIN_ITEMS = 5  # prompts (or batches of them) from which a bootstrap interval means anything
+
 
 def bootstrap_interval(
     count: int, statistic: Callable[[np.ndarray], float], *, resamples: int = 2000, seed: int = 0
@@ -31,10 +33,15 @@ def resampled_sums(values: np.ndarray, *, resamples: int = 2000, seed: int = 0) 
     return np.concatenate([values.sum(axis=1, keepdims=True), values @ draws.T], axis=1)
 
 
-def figure(samples: np.ndarray) -> dict[str, Any]:
-    """The value of a statistic of [`resampled_sums`], and the 95% percentile interval over its resamples."""
+def figure(samples: np.ndarray, count: int) -> dict[str, Any]:
+    """The value of a statistic of [`resampled_sums`], and the 95% percentile interval over its resamples.
+
+    Args:
+        count (`int`): The items that were resampled, stated as `n`; below [`MIN_ITEMS`] there is no interval.
+    """
     low, high = np.percentile(samples[1:], [2.5, 97.5])
-    return {"value": float(samples[0]), "interval_95": [float(low), float(high)]}
+    interval = [float(low), float(high)] if count >= MIN_ITEMS else None
+    return {"value": float(samples[0]), "interval_95": interval, "n": count}
 
 
 def grouped_median(values: Sequence[tuple[str, float]]) -> dict[str, Any]:
@@ -53,7 +60,10 @@ def grouped_median(values: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
     return {
         "value": median_of(range(len(members))),
-        "interval_95": bootstrap_interval(len(members), median_of, resamples=500),
+        "interval_95": bootstrap_interval(len(members), median_of, resamples=500)
+        if len(members) >= MIN_ITEMS
+        else None,
+        "n": len(members),
     }
 
 
@@ -63,6 +73,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def with_interval(figure: dict[str, Any], form: str = ".2f") -> str:
-    """A figure and its interval as text: "1.84 [1.71, 1.99]"."""
+    """A figure and its interval as text: "1.84 [1.71, 1.99]"; without one, how few it was measured on: "1.84 (n=3)"."""
+    if figure["interval_95"] is None:
+        return f"{figure['value']:{form}} (n={figure['n']})"
     low, high = figure["interval_95"]
     return f"{figure['value']:{form}} [{low:{form}}, {high:{form}}]"

@@ -38,6 +38,14 @@ class LosslessReport:
     gap: float | None = None
     statistics: AcceptanceStatistics | None = None
 
+    def as_record(self) -> dict[str, Any]:
+        """What was found, for JSON."""
+        fields = {name: value for name, value in vars(self).items() if name != "statistics"}
+        if self.statistics is not None:
+            fields["num_spec_steps"] = self.statistics.num_spec_steps
+            fields["num_accepted_draft_tokens"] = self.statistics.num_accepted_draft_tokens
+        return fields
+
     def __str__(self) -> str:
         if self.identical:
             return self.verdict

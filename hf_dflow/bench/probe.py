@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hf_dflow.bench.conditions import run_conditions
-from hf_dflow.bench.intervals import bootstrap_interval, with_interval
+from hf_dflow.bench.intervals import MIN_ITEMS, bootstrap_interval, with_interval
 from hf_dflow.bench.pairs import Pair
 from hf_dflow.bench.strategies import Contestant, Mode, decode
 from hf_dflow.bench.workloads import Prompt
@@ -136,26 +136,37 @@ def summarise(counts: Iterable[ProbeCounts]) -> dict[str, Any]:
         def pooled(chosen) -> float:
             return figures(ProbeCounts(*rows[chosen].sum(axis=0).tolist()))[name]
 
-        return {"value": pooled(slice(None)), "interval_95": bootstrap_interval(len(rows), pooled)}
+        interval = bootstrap_interval(len(rows), pooled) if len(rows) >= MIN_ITEMS else None
+        return {"value": pooled(slice(None)), "interval_95": interval, "n": len(rows)}
 
     return {name: figure(name) for name in figures(ProbeCounts())}
 
 
 def probe_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, Any]:
-    """Let the pair answer greedily, and summarise what its rejected rows knew: by task, and for all prompts."""
+    """Let the pair answer greedily, and summarise what its rejected rows knew: by task, and for all prompts.
+
+    A `KeyboardInterrupt` after the first prompt ends the probing; the record holds what was finished.
+    """
     without_relay = Contestant("dflash", pair.drafter, use_relay=False)
     by_task: dict[str, list[ProbeCounts]] = {}
-    for prompt in prompts:
-        inputs = pair.encode(prompt.text)
-        run = decode(pair.target, inputs, without_relay, Mode(), max_new_tokens)
-        token_ids = inputs["input_ids"][0].tolist() + run.new_tokens
-        counts = probe_text(pair.drafter, pair.target, token_ids, inputs["input_ids"].shape[1])
-        by_task.setdefault(prompt.task, []).append(counts)
+    is_interrupted = False
+    try:
+        for prompt in prompts:
+            inputs = pair.encode(prompt.text)
+            run = decode(pair.target, inputs, without_relay, Mode(), max_new_tokens)
+            token_ids = inputs["input_ids"][0].tolist() + run.new_tokens
+            counts = probe_text(pair.drafter, pair.target, token_ids, inputs["input_ids"].shape[1])
+            by_task.setdefault(prompt.task, []).append(counts)
+    except KeyboardInterrupt:
+        if not by_task:
+            raise
+        is_interrupted = True
     record = {task: summarise(counts) for task, counts in by_task.items()}
     if len(by_task) > 1:
         record["all"] = summarise([of_text for counts in by_task.values() for of_text in counts])
-    conditions = {**pair.describe(), "max_new_tokens": max_new_tokens, "relay": "off", "prompts": len(prompts)}
-    return {"by_task": record, "conditions": run_conditions(**conditions)}
+    num_prompts = sum(map(len, by_task.values()))
+    conditions = {**pair.describe(), "max_new_tokens": max_new_tokens, "relay": "off", "prompts": num_prompts}
+    return {"by_task": record, "conditions": run_conditions(**conditions), "interrupted": is_interrupted}
 
 
 def present(record: Mapping[str, Any]) -> Presentation:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
-from hf_dflow.bench import comparison, cost, endpoint_record, memory_plan, probe, side_by_side
+from hf_dflow.bench import comparison, cost, endpoint_record, memory_plan, probe, side_by_side, sweep
 from hf_dflow.bench.checklist import Evidence, checklist
 from hf_dflow.console import Presentation
 from hf_dflow.errors import DFlowError
@@ -19,6 +19,7 @@ from hf_dflow.errors import DFlowError
 KINDS = {
     "runs": "modes",
     "endpoints": "acceptance",
+    "sweeps": "points",
     "plans": "largest_batch",
     "costs": "who_keeps_the_gain",
     "probes": "by_task",
@@ -65,7 +66,7 @@ def kind_of(record: Mapping[str, Any], path: Path) -> str:
     for kind, key in KINDS.items():
         if key in record:
             return kind
-    raise DFlowError(f"{path}: no record of bench run, bench endpoint, plan, cost or probe")
+    raise DFlowError(f"{path}: no record of bench run, endpoint or sweep, plan, cost or probe")
 
 
 def render(evidence: Evidence, *, with_plots: bool = True) -> str:
@@ -76,7 +77,7 @@ def render(evidence: Evidence, *, with_plots: bool = True) -> str:
     try:
         sections = _sections(evidence, with_plots)
         if not sections:
-            raise DFlowError("nothing to report; give records of bench run, bench endpoint, plan, cost or probe")
+            raise DFlowError("nothing to report; give records of bench run, endpoint or sweep, plan, cost or probe")
         return environment.get_template("report.html.j2").render(sections=sections, items=checklist(evidence))
     except (KeyError, TypeError, AttributeError, ValueError, TemplateError) as error:
         raise DFlowError(f"a record is not of the command that it was given as ({error!r})") from error
@@ -92,7 +93,12 @@ def _sections(evidence: Evidence, with_plots: bool) -> list[tuple[Presentation, 
     for record in evidence.runs.values():
         picture = _picture(partial(comparison.plot, record)) if with_plots else None
         sections.append((comparison.present(record), picture))
-    presented = [(endpoint_record, evidence.endpoints), (probe, evidence.probes), (memory_plan, evidence.plans)]
+    presented = [
+        (endpoint_record, evidence.endpoints),
+        (sweep, evidence.sweeps),
+        (probe, evidence.probes),
+        (memory_plan, evidence.plans),
+    ]
     for module, records in [*presented, (cost, evidence.costs)]:
         sections += [(module.present(record), None) for record in records.values()]
     return sections

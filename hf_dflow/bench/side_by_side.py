@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_dflow.bench.comparison import NONE, matplotlib_figure, parts_of
+from hf_dflow.bench.comparison import NONE, parts_of
 from hf_dflow.bench.conditions import is_endpoint, temperatures_of
 from hf_dflow.bench.workloads import ALL_TASKS
-from hf_dflow.console import Presentation, Remark, ResultTable
+from hf_dflow.console import Presentation, Remark, ResultTable, matplotlib_figure
 
 KEYS = ("T", "task", "record", "strategy")
 MEASURES = {  # heading: field of an entry, format

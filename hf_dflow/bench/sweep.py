@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from hf_dflow.bench import comparison
+from hf_dflow.bench.intervals import MIN_ITEMS, with_interval
 from hf_dflow.bench.pairs import Pair
 from hf_dflow.bench.strategies import Contestant, Mode, modes_of
 from hf_dflow.bench.workloads import Prompt
@@ -20,7 +21,7 @@ from hf_dflow.generation.configuration import DFlowGenerationConfig
 
 RECORD = "sweep.json"
 KEYS = ("task", "T", "tokens", "at a time")
-MEASURES = ("best setting", "tokens/step", "tokens/forward", "speed-up", "use the drafter")
+MEASURES = ("best setting", "n", "tokens/step", "tokens/forward", "speed-up [95%]", "use the drafter")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Point:
     plain_tokens_per_second: float
     tokens_per_step: float
     tokens_per_target_forward: float  # also over forwards in which the policy did not draft
+    speed_up: Mapping[str, Any]  # over plain decoding, the median of paired runs: value, interval_95, n
 
     def as_record(self) -> dict[str, Any]:
         """The point for JSON, its setting apart from its figures."""
@@ -78,11 +80,18 @@ def sweep(
     repeats: int = 1,
     console: Console | None = None,
     workload: str = "prompts of the caller",
+    keep: Callable[[dict[str, Any]], Any] = lambda record: None,
 ) -> dict[str, Any]:
     """Measure every combination; all block sizes of a condition by turns on each prompt, and plain decoding.
 
+    A `KeyboardInterrupt` after the first prompt of a condition ends the measuring, as in [`comparison.run`].
+
+    Args:
+        keep (`Callable`, *optional*): Called with the record after each condition.
+
     Returns:
-        `dict`: For JSON: `points`, `best` by condition and task, `left_out` block sizes, `conditions` of each run.
+        `dict`: For JSON: `points`, `best` by condition and task, `left_out` block sizes, `conditions` of each run, and
+        `interrupted`.
     """
     sizes, left_out = split_block_sizes(pair, block_sizes)
     modes_of(temperatures, verifications)
@@ -90,32 +99,48 @@ def sweep(
         raise DFlowError("--output-tokens and --concurrency must be 1 or more")
     contestants = [Contestant(_name(size), pair.drafter, num_draft_tokens=size - 1) for size in sizes]
     points: list[Point] = []
-    conditions = []
+    conditions: list[dict[str, Any]] = []
+    is_interrupted = False
+
+    def record_so_far() -> dict[str, Any]:
+        return {
+            "points": [point.as_record() for point in points],
+            "best": best(points),
+            "left_out": left_out,
+            "conditions": list(conditions),
+            "interrupted": is_interrupted,
+        }
+
     loads = list(itertools.product(dict.fromkeys(output_tokens), dict.fromkeys(concurrencies)))
     for temperature, (length, concurrency) in itertools.product(dict.fromkeys(temperatures), loads):
         modes = modes_of([temperature], verifications)
-        record = comparison.run(
-            pair,
-            contestants,
-            modes,
-            prompts,
-            output_tokens=length,
-            concurrency=concurrency,
-            repeats=repeats,
-            console=console,
-            baseline=contestants[0].name,
-            workload=workload,
-            with_memory=False,
-        )
+        try:
+            record = comparison.run(
+                pair,
+                contestants,
+                modes,
+                prompts,
+                output_tokens=length,
+                concurrency=concurrency,
+                repeats=repeats,
+                console=console,
+                baseline=contestants[0].name,
+                workload=workload,
+                with_memory=False,
+            )
+        except KeyboardInterrupt:
+            if not points:
+                raise
+            is_interrupted = True
+            break
         conditions.append(record["conditions"])
         for mode in modes:
             points += _points(record["modes"][mode.name], mode, length, concurrency, sizes)
-    return {
-        "points": [point.as_record() for point in points],
-        "best": best(points),
-        "left_out": left_out,
-        "conditions": conditions,
-    }
+        if record["interrupted"]:
+            is_interrupted = True
+            break
+        keep(record_so_far())
+    return record_so_far()
 
 
 def _name(block_size: int) -> str:
@@ -139,6 +164,7 @@ def _points(measured: Mapping[str, Any], mode: Mode, length: int, concurrency: i
                     plain_tokens_per_second=rates["plain"],
                     tokens_per_step=part["contestants"][_name(size)]["tokens_per_step"]["value"],
                     tokens_per_target_forward=1.0 / part["latency"][_name(size)]["target_forwards_per_token"],
+                    speed_up=part["latency"][_name(size)]["speed_up"],
                 )
             )
     return points
@@ -147,7 +173,8 @@ def _points(measured: Mapping[str, Any], mode: Mode, length: int, concurrency: i
 def best(points: Sequence[Point]) -> list[dict[str, Any]]:
     """For each temperature, output length, concurrency and task, the fastest setting, as generation defaults.
 
-    Where plain decoding is faster, `use_drafter` is false: no setting pays there.
+    `use_drafter` is true where the whole 95% interval of its speed-up lies above 1, false where it lies below, and
+    `None` where it holds 1 or where there are too few prompts for one.
     """
     groups: dict[tuple[float, int, int, str], list[Point]] = {}
     for point in points:
@@ -163,18 +190,34 @@ def best(points: Sequence[Point]) -> list[dict[str, Any]]:
             "generation_defaults": point.generation_defaults(),
             "tokens_per_step": point.tokens_per_step,
             "tokens_per_target_forward": point.tokens_per_target_forward,
-            "speed_up": point.tokens_per_second / point.plain_tokens_per_second,
-            "use_drafter": point.tokens_per_second > point.plain_tokens_per_second,
+            "speed_up": point.speed_up,
+            "use_drafter": _verdict(point.speed_up["interval_95"]),
         }
         for point in fastest
     ]
 
 
+def _verdict(interval: Sequence[float] | None) -> bool | None:
+    """Whether a speed-up with this interval is one; `None` if that is open."""
+    if interval is None or interval[0] <= 1.0 <= interval[1]:
+        return None
+    return interval[0] > 1.0
+
+
+def _recommendation(entry: Mapping[str, Any]) -> str:
+    if entry["use_drafter"]:
+        return "yes"
+    if entry["use_drafter"] is False:
+        return "no: plain decoding is faster here"
+    few = entry["speed_up"]["interval_95"] is None
+    return f"not known: fewer than {MIN_ITEMS} prompts" if few else "not known: the interval holds 1"
+
+
 def write(record: dict[str, Any], folder: Path) -> list[Path]:
     """Write the record, and a file of generation defaults for each task and condition in which the drafter pays.
 
-    `DFlowGenerationConfig.from_pretrained(folder, name)` reads such a file. Where plain decoding is faster there is
-    none, and one of an earlier sweep is removed.
+    `DFlowGenerationConfig.from_pretrained(folder, name)` reads such a file. Where the drafter does not pay, or where
+    that is open, there is none, and one of an earlier sweep is removed.
 
     Returns:
         `list[Path]`: The files of generation defaults.
@@ -207,11 +250,13 @@ def present(record: Mapping[str, Any]) -> Presentation:
     rows = []
     for entry in record["best"]:
         setting = ", ".join(f"{name}={value}" for name, value in entry["generation_defaults"].items())
-        pays = "yes" if entry["use_drafter"] else "no: plain decoding is faster here"
         condition = [entry["task"], f"{entry['temperature']:g}", str(entry["output_tokens"]), str(entry["concurrency"])]
-        rates = [f"{entry[key]:.2f}" for key in ("tokens_per_step", "tokens_per_target_forward", "speed_up")]
-        rows.append([*condition, setting, *rates, pays])
+        rates = [f"{entry[key]:.2f}" for key in ("tokens_per_step", "tokens_per_target_forward")]
+        speed_up, count = with_interval(entry["speed_up"]), str(entry["speed_up"]["n"])
+        rows.append([*condition, setting, count, *rates, speed_up, _recommendation(entry)])
     nothing = ["–"] * (len(MEASURES) - 1)
     rows += [["all", "all", "all", "all", f"block {size} not run", *nothing] for size in record["left_out"]]
     remarks = [Remark(f"block {size} was not run: {reason}", "yellow") for size, reason in record["left_out"].items()]
+    if record.get("interrupted"):
+        remarks.append(Remark("The sweep was interrupted: what was not finished is missing.", "yellow"))
     return Presentation("Sweep", [ResultTable("the fastest setting", KEYS, MEASURES, rows)], remarks)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -341,3 +342,55 @@ def test_command_writes_record_and_plot(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 5000
     refused = CliRunner().invoke(app, ["bench", "run", "--tiny", "--strategy", "assisted"])
     assert refused.exit_code == 2 and "--assistant" in refused.output
+
+
+def interrupting(monkeypatch, after):
+    """Let Ctrl-C come after so many finished calls of a run."""
+    honest, calls = comparison.answer_all, []
+
+    def answer_all(*given, **options):
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return honest(*given, **options)
+
+    monkeypatch.setattr(comparison, "answer_all", answer_all)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_an_interrupted_run_keeps_its_finished_prompts(tmp_path, monkeypatch, after):
+    """N18: Ctrl-C in a run after finished prompts that leaves no file, or a file that looks complete."""
+    interrupting(monkeypatch, after)
+    out, png = tmp_path / "run.json", tmp_path / "run.png"
+    options = ["--strategy", "dflow", "--per-task", "2", "--output-tokens", "4", "--json", str(out), "--plot", str(png)]
+    result = CliRunner().invoke(app, ["bench", "run", "--tiny", *options])
+    assert result.exit_code == 130 and "interrupted" in result.output
+    assert f"Wrote {out}" in result.output and f"Wrote {png}" in result.output
+    record = json.loads(out.read_text())
+    assert record["interrupted"] and record["conditions"]["prompts"] == after == len(record["rows"])
+
+
+def test_a_run_is_written_as_it_goes(tmp_path, monkeypatch):
+    """N18: a run whose machine goes down leaves nothing; or half a file, written over the one before."""
+    monkeypatch.setattr(comparison, "KEEP_SECONDS", 0.0)
+    out, kept = tmp_path / "run.json", []
+    honest = comparison.answer_all
+
+    def answer_all(*given, **options):
+        kept.append(json.loads(out.read_text()) if out.exists() else None)
+        return honest(*given, **options)
+
+    monkeypatch.setattr(comparison, "answer_all", answer_all)
+    options = ["--strategy", "dflow", "--per-task", "1", "--output-tokens", "4", "--json", str(out)]
+    assert CliRunner().invoke(app, ["bench", "run", "--tiny", *options]).exit_code == 0
+    assert kept[0] is None and kept[1]["interrupted"] and kept[1]["conditions"]["prompts"] == 1
+    assert not json.loads(out.read_text())["interrupted"] and [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("command", ["run --tiny", "report no.json"])
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(tmp_path, monkeypatch, command):
+    """N18: matplotlib missed after all the measuring."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("hf_dflow.bench.options.PairOptions.load", lambda self: pytest.fail("it ran"))
+    result = CliRunner().invoke(app, ["bench", *command.split(), "--plot", str(tmp_path / "plot.png")])
+    assert result.exit_code == 2 and "needs matplotlib" in result.output, (result.output, result.exception)

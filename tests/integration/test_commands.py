@@ -68,7 +68,7 @@ def refusal(*arguments):
 
 def test_demo_json_holds_the_promised_rows_and_nothing_else(pair, prompts):
     """Bug: a progress bar gets into stdout, forwards are what a strategy claims, or dflash is run as plain."""
-    result = run("demo", "--json", "--prompts", prompts, "--max-new-tokens", NEW_TOKENS)
+    result = run("demo", "--json", "-", "--prompts", prompts, "--max-new-tokens", NEW_TOKENS)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
     assert [(row["prompt"], row["strategy"]) for row in rows] == [
@@ -103,7 +103,7 @@ def test_dflash_is_the_loop_with_the_relay_off(pair, monkeypatch):
     assert set(calls) == {"plain", "dflash", "dflow"} and relayed == {"dflow"}
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("flags", [(), ("--json", "-")])
 def test_demo_fails_when_a_text_differs(pair, prompts, monkeypatch, flags):
     """Bug: the demo prints a table and succeeds although the drafter changed the text."""
     honest = answers.decode_rows
@@ -294,3 +294,30 @@ def test_a_file_and_names_that_may_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match=r"run/drafter: there is no such folder here\. As a name on the Hub: "):
         DFlowDrafter.from_pretrained("run/drafter", local_files_only=True)
+
+
+COST = "--hosted-per-million 4 --gpu-price-per-hour 2 --plain-tps 100 --drafting-tps 200 --utilisation 0.5"
+RECORDED = [
+    "demo --tiny --max-new-tokens 4",
+    "check --tiny --max-new-tokens 4",
+    "probe --tiny --max-new-tokens 4",
+    "bench run --tiny --strategy dflow --per-task 1 --output-tokens 4",
+    "bench sweep --tiny --per-task 1 --output-tokens 4 --block-size 2",
+    f"plan --target {TINY_TARGET} --drafter {TINY_DRAFTER} --gpu-memory 1",
+    f"info {TINY_DRAFTER}",
+    "drafters",
+    f"cost {COST}",
+]
+
+
+@pytest.mark.parametrize("command", RECORDED, ids=lambda command: " ".join(command.split()[:2]))
+def test_one_convention_for_json(command, tmp_path, monkeypatch):
+    """N19: --json that is a flag here, a path there, and missing elsewhere; N18: files that nobody names."""
+    monkeypatch.chdir(tmp_path)
+    printed = run(*command.split(), "--json", "-")
+    assert printed.exit_code == 0, printed.output
+    record = json.loads(printed.stdout)  # and nothing else
+    result = run(*command.split(), "--json", tmp_path / "out.json")
+    assert result.exit_code == 0 and "out.json" in result.output
+    assert "Wrote" not in result.stdout and len(result.stdout.splitlines()) > 3
+    assert json.loads((tmp_path / "out.json").read_text()).keys() == record.keys()

@@ -53,8 +53,8 @@ def test_a_whole_answer(server, monkeypatch):
     assert server.keys == [f"Bearer {KEY}"]
     assert KEY not in repr(result) + json.dumps(summary)
     assert summary["output_tokens"] == 7 and summary["tokens_counted_by"] == "the server"
-    per_token = summary["latency"]["seconds_per_output_token"]["p50"]
-    assert per_token == pytest.approx((result.seconds - result.first_token_seconds) / 6)
+    assert result.pieces == 4 and summary["latency"]["seconds_per_output_token"] is None  # 7 tokens in 4 pieces (N10)
+    assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
 
 
 def test_pieces_of_any_size(server):
@@ -215,6 +215,72 @@ def test_a_key_that_no_header_can_hold(server, key, monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, f"{KEY}\n")  # as a file holds it
     (result,), _ = load(server, ["ok"])
     assert result.outcome == "ok" and server.keys == [f"Bearer {KEY}"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "total", "tokens_timed"),
+    [
+        ([None, None, None], 3, 2),  # a piece is a token
+        ([3, 5, 8], 8, 5),  # counted on the way: three of eight came with the first piece
+        ([None, None, None], 8, None),  # how many came with the first piece, nobody knows
+        ([None], 8, None),  # all of it in one piece
+        ([8], 8, None),
+        ([8, 8, 8], 8, None),  # the total beside each piece
+        ([None, None, None], None, None),  # nobody counts: pieces are no tokens
+    ],
+)
+def test_several_tokens_in_one_piece(server, monkeypatch, counts, total, tokens_timed):
+    """N10: 0.013 ms a token for an answer of one piece, or the first piece's tokens timed as if they came later."""
+
+    def answer(self, attempt):
+        self._start()
+        for count in counts:
+            time.sleep(0.02)
+            self._event(chunk(WHOLE, usage=None if count is None else {"completion_tokens": count}))
+        time.sleep(0.1)  # what comes after the last piece of text is no token's time
+        if total is not None:
+            self._event({"choices": [], "usage": {"completion_tokens": total}})
+        self._end(usage=False)
+
+    monkeypatch.setattr(Handler, "_several", answer, raising=False)
+    (result,), summary = load(server, ["several"])
+    assert result.outcome == "ok" and result.pieces == len(counts) == summary["pieces"]
+    times = summary["latency"]["seconds_per_output_token"]
+    if tokens_timed is None:
+        assert times is None and summary["latency"]["requests_with_time_per_token"] == 0
+    else:
+        assert times["p50"] * tokens_timed == pytest.approx(result.last_token_seconds - result.first_token_seconds)
+        assert result.last_token_seconds < result.seconds - 0.09
+    assert (summary["effective_tps_with_bonus"] is None) == (total is None)
+
+
+def test_a_server_that_does_not_take_the_continuous_count(server, monkeypatch):
+    """Bug: a strict server that refuses every request for a field it does not know."""
+    honest = Handler._ok
+
+    def strict(self, attempt):
+        if "continuous_usage_stats" in self.server.bodies[-1]["stream_options"]:
+            self._wrong(attempt)
+        else:
+            honest(self, attempt)
+
+    monkeypatch.setattr(Handler, "_ok", strict)
+    record = measure(EndpointSettings(server.url, "tiny", **QUICK), [Prompt("chat", "ok 1"), Prompt("chat", "ok 2")])
+    assert record["all"]["outcomes"] == {"ok": 2}
+
+
+def test_an_interrupted_load_keeps_its_finished_requests(server):
+    """N18: Ctrl-C during a load, after which nothing is known of the requests that were answered."""
+    settings = EndpointSettings(server.url, "tiny", **QUICK)
+    done = []
+
+    def interrupt():
+        done.append(1)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    results, _ = run_load(settings, [Prompt("chat", f"ok {i}") for i in range(4)], interrupt)
+    assert [result.prompt.text for result in results] == ["ok 0", "ok 1"]
 
 
 def test_retries(server):

@@ -11,8 +11,10 @@ from hf_dflow.bench.sweep import Point, best
 from hf_dflow.cli import app
 
 
-def point(task, size, rate, *, temperature=0.0, rule=None, plain=10.0, length=64, concurrency=1):
-    return Point(task, temperature, length, concurrency, size, rule, rate, plain, 2.0, 1.5)
+def point(task, size, rate, *, temperature=0.0, rule=None, plain=10.0, length=64, concurrency=1, n=9, spread=0.05):
+    ratio = rate / plain
+    speed_up = {"value": ratio, "interval_95": [ratio - spread, ratio + spread] if n >= 5 else None, "n": n}
+    return Point(task, temperature, length, concurrency, size, rule, rate, plain, 2.0, 1.5, speed_up)
 
 
 def test_the_fastest_setting_of_each_task():
@@ -27,12 +29,31 @@ def test_the_fastest_setting_of_each_task():
     assert len(found) == 5
     assert found["chat", 0.0, 64, 1]["generation_defaults"] == {"num_draft_tokens": 1}
     assert found["code", 0.0, 64, 1]["generation_defaults"] == {"num_draft_tokens": 7}
-    assert found["code", 0.0, 64, 1]["speed_up"] == 2.0 and found["code", 0.0, 64, 1]["use_drafter"]
+    assert found["code", 0.0, 64, 1]["speed_up"]["value"] == 2.0 and found["code", 0.0, 64, 1]["use_drafter"]
     sampled = found["chat", 1.0, 64, 1]
     assert sampled["generation_defaults"] == {"num_draft_tokens": 3, "verification": "block"}
     assert not sampled["use_drafter"]  # 9 tokens a second against 10
     assert found["chat", 0.0, 256, 1]["generation_defaults"] == {"num_draft_tokens": 7}
     assert not found["chat", 0.0, 64, 8]["use_drafter"]  # a full batch needs no drafter
+
+
+@pytest.mark.parametrize(
+    ("rate", "options", "verdict", "words"),
+    [
+        (20.0, {}, True, "yes"),
+        (20.0, {"n": 2}, None, "fewer than 5 prompts"),
+        (20.0, {"spread": 1.2}, None, "the interval holds 1"),
+        (9.0, {"spread": 0.3}, None, "the interval holds 1"),
+        (9.0, {}, False, "plain decoding is faster"),
+    ],
+)
+def test_a_recommendation_needs_an_interval(tmp_path, rate, options, verdict, words):
+    """N17: "use the drafter: yes" from two prompts, or a no that is as little shown."""
+    record = {"points": [], "best": best([point("chat", 4, rate, **options)]), "left_out": {}, "conditions": []}
+    assert record["best"][0]["use_drafter"] is verdict
+    (row,) = bench.present(record).tables[0].rows
+    assert words in row[-1] and str(options.get("n", 9)) in row
+    assert len(bench.write(record, tmp_path)) == (verdict is True)
 
 
 def test_defaults_are_files_that_generate_takes(tmp_path):
@@ -106,3 +127,27 @@ def test_impossible_lists_are_refused_before_anything_is_measured(tmp_path, opti
     """Bug: an hour of measuring that ends at the last combination."""
     result = CliRunner().invoke(app, ["bench", "sweep", "--tiny", "--output", str(tmp_path / "s"), *options.split()])
     assert result.exit_code == 2 and words in result.output and not (tmp_path / "s").exists()
+
+
+def test_a_sweep_that_is_interrupted_keeps_what_was_finished(tmp_path, monkeypatch):
+    """N18: Ctrl-C in the second condition of a sweep that leaves nothing of the first; N19: no --json, and a record
+    that bench report refuses."""
+    honest, calls = bench.comparison.run, []
+
+    def interrupted(*given, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return honest(*given, **options)
+
+    monkeypatch.setattr(bench.comparison, "run", interrupted)
+    out, copy = tmp_path / "s", tmp_path / "copy.json"
+    options = ["--tiny", "--per-task", "1", "--block-size", "2", "--output-tokens", "4,6,8"]
+    result = CliRunner().invoke(app, ["bench", "sweep", *options, "--output", str(out), "--json", str(copy)])
+    assert result.exit_code == 130 and f"Wrote {out / 'sweep.json'}" in result.output, result.output
+    for path in (out / "sweep.json", copy):
+        record = json.loads(path.read_text())
+        assert record["interrupted"] and {entry["output_tokens"] for entry in record["points"]} == {4}
+    report = CliRunner().invoke(app, ["bench", "report", str(copy), "--allow-open", "--html", str(tmp_path / "r.html")])
+    assert report.exit_code == 0, report.output
+    assert "the fastest setting" in (tmp_path / "r.html").read_text()

@@ -40,7 +40,9 @@ def run_with(**changed):
 def endpoint_record(mode="T=0", failed=0, **changed):
     """Two tasks, one answer each, of 10 tokens in 2 and 4 seconds; the whole load took 4."""
     results = [
-        RequestResult(Prompt(task, task), "ok", "", seconds, 0.5, 10, True)
+        RequestResult(
+            Prompt(task, task), "ok", "", seconds, 0.5, 10, 1, 10, last_token_seconds=seconds, is_counted_by_server=True
+        )
         for task, seconds in (("chat", 2.0), ("code", 4.0))
     ]
     results += [RequestResult(Prompt("chat", f"{i}"), "cut", "broke") for i in range(failed)]
