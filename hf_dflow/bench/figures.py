@@ -101,7 +101,7 @@ def figures(answers: Sequence[Answer], baseline: str, also: Sequence[tuple[str, 
     return record
 
 
-def difference(rates: np.ndarray, base_rates: np.ndarray, count: int) -> dict[str, Any]:
+def difference(rates: np.ndarray, base_rates: np.ndarray, count: int | None = None) -> dict[str, Any]:
     """How much longer steps are than the base's, in tokens and as a share; see [`figure`]."""
     return {"difference": figure(rates - base_rates, count), "gain": figure(rates / base_rates - 1.0, count)}
 

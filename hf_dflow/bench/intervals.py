@@ -33,15 +33,18 @@ def resampled_sums(values: np.ndarray, *, resamples: int = 2000, seed: int = 0) 
     return np.concatenate([values.sum(axis=1, keepdims=True), values @ draws.T], axis=1)
 
 
-def figure(samples: np.ndarray, count: int) -> dict[str, Any]:
+def figure(samples: np.ndarray, count: int | None = None) -> dict[str, Any]:
     """The value of a statistic of [`resampled_sums`], and the 95% percentile interval over its resamples.
 
     Args:
-        count (`int`): The items that were resampled, stated as `n`; below [`MIN_ITEMS`] there is no interval.
+        count (`int`, *optional*): The items that were resampled, stated as `n`; below [`MIN_ITEMS`] there is no
+            interval. Records of before this was stated are recounted without.
     """
     low, high = np.percentile(samples[1:], [2.5, 97.5])
-    interval = [float(low), float(high)] if count >= MIN_ITEMS else None
-    return {"value": float(samples[0]), "interval_95": interval, "n": count}
+    found: dict[str, Any] = {"value": float(samples[0]), "interval_95": [float(low), float(high)]}
+    if count is None:
+        return found
+    return {**found, "interval_95": found["interval_95"] if count >= MIN_ITEMS else None, "n": count}
 
 
 def grouped_median(values: Sequence[tuple[str, float]]) -> dict[str, Any]:
