@@ -10,7 +10,9 @@ from batches import following, generate, new_tokens_of, padded, plain_ids, promp
 from hf_dflow import AcceptanceMonitor, MonitorSettings, StepTimes
 from hf_dflow.bench import figures
 from hf_dflow.bench.answers import Answer
+from hf_dflow.bench.pairs import load_pair
 from hf_dflow.bench.strategies import PLAIN, Contestant, Mode, decode
+from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_TARGET
 from hf_dflow.bench.workloads import Prompt
 from hf_dflow.training import evaluate
 
@@ -238,3 +240,18 @@ def test_a_batch_of_one_prompt_repeated(setting):
     one, two = output.statistics.per_row
     assert one == two and output.statistics.tokens_per_step == one.tokens_per_step
     assert output.statistics.draft_acceptance_rate == 1.0
+
+
+def test_transformers_own_loop_is_counted_as_ours():
+    """N24: a loop of transformers', of which only the stream is seen, gets another count where a text ends."""
+    pair = load_pair(TINY_TARGET, TINY_DRAFTER)
+    inputs = pair.encode("airports ZRE MSL RKD ZAD MLB DEM :")
+    text = decode(pair.target, inputs, Contestant(PLAIN), Mode(), 40).new_tokens
+    ours = Contestant("ours", pair.drafter, use_relay=False)
+    theirs = Contestant("theirs", pair.drafter, is_their_loop=True)
+    for last in (5, 9, 20):  # inside the drafts of a step, as its bonus, and inside a long step
+        pair.target.generation_config.eos_token_id = text[last]
+        first, second = (decode(pair.target, inputs, way, Mode(), 40).statistics for way in (ours, theirs))
+        for name in ("accepted", "drafted", "emitted", "offered", "positions"):
+            assert getattr(first, f"per_step_{name}") == getattr(second, f"per_step_{name}"), name
+        assert_counts(second, last + 1)
