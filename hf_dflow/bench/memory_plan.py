@@ -4,6 +4,7 @@ Weights are counted on torch's meta device, which allocates nothing; the rest fo
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_dflow.bench.pairs import dtype_named
+from hf_dflow.bench.quantized_weights import quantization_of_config, quantized_bytes
 from hf_dflow.console import Presentation, Remark, ResultTable
 from hf_dflow.errors import DFlowError, PairMismatchError
 from hf_dflow.generation.cache import MAX_HOLES, DraftCache
@@ -149,16 +151,34 @@ def cache_bytes(text: Any, tokens: int, size: int, gpus: int = 1) -> int:
             f"{text.model_type} has layers of the kind {', '.join(unknown)}, from which rejected tokens cannot be "
             "removed; use a target with attention layers only"
         )
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = _cached_heads(text)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     column = 2 * _heads_per_gpu(heads, gpus) * head_dim * size
     return sum(column * min(tokens, longest[layer_type]) for layer_type in layer_types)
 
 
+def _cached_heads(text: Any) -> int:
+    """Key-value heads that transformers caches for a layer.
+
+    Multi-query models (Falcon-7B, GPT-BigCode) have one; Falcon's newer architecture repeats its heads beforehand.
+    """
+    if getattr(text, "new_decoder_architecture", False):
+        return text.num_attention_heads
+    if getattr(text, "multi_query", False):
+        return 1
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
 def target_bytes(config: PreTrainedConfig, dtype: torch.dtype, gpus: int = 1) -> int:
-    """Bytes of a target's weights on each GPU."""
+    """Bytes of a target's weights on each GPU, as its quantization stores them.
+
+    Args:
+        dtype (`torch.dtype`): Of what is not quantized.
+    """
+    given = quantization_of_config(config)
     with torch.device("meta"):
-        return _weight_bytes(AutoModelForCausalLM.from_config(config, dtype=dtype), gpus)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return _weight_bytes(model, gpus, {} if given is None else quantized_bytes(model, given))
 
 
 def drafter_bytes(config: DFlowDrafterConfig, dtype: torch.dtype, gpus: int = 1) -> int:
@@ -167,10 +187,16 @@ def drafter_bytes(config: DFlowDrafterConfig, dtype: torch.dtype, gpus: int = 1)
         return _weight_bytes(DFlowDrafter._from_config(config, dtype=dtype), gpus)
 
 
-def _weight_bytes(model: torch.nn.Module, gpus: int) -> int:
-    """Bytes of the parameters and persistent buffers, shared ones once; matrices divided among `gpus`."""
-    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
-    return sum(math.ceil(t.nbytes / gpus) if t.dim() > 1 else t.nbytes for t in tensors)
+def _weight_bytes(model: torch.nn.Module, gpus: int, quantized: Mapping[str, int] | None = None) -> int:
+    """Bytes of the parameters and persistent buffers, shared ones once; matrices divided among `gpus`.
+
+    Args:
+        quantized (`dict[str, int]`, *optional*): Bytes of those that are stored in another way.
+    """
+    tensors = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (tensor, (quantized or {}).get(name, tensor.nbytes)))
+    return sum(math.ceil(count / gpus) if tensor.dim() > 1 else count for tensor, count in tensors.values())
 
 
 def read_target(source: str | Path) -> PreTrainedConfig:

@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 from kit import FAMILIES, tiny_drafter, tiny_target
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowGenerationConfig, PairMismatchError
+from hf_dflow.bench import quantized_weights
 from hf_dflow.bench.memory_plan import (
     Load,
     cache_bytes,
@@ -170,3 +171,129 @@ def test_what_cannot_be_counted_is_refused():
     for wrong in ({"dtype": "int4"}, {"prompt_len": 65}, {"tensor_parallel_size": 0}):
         with pytest.raises(DFlowError, match=r"use|give"):
             make_plan(target, drafter, Load(64, **wrong))
+
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+MULTI_QUERY = {
+    "falcon with one head": ("falcon", {**SIZES, "multi_query": True, "new_decoder_architecture": False}),
+    "falcon with groups": ("falcon", {**SIZES, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "gpt_bigcode": ("gpt_bigcode", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "multi_query": True}),
+}
+
+
+@pytest.mark.parametrize("name", MULTI_QUERY)
+def test_caches_of_few_heads(name):
+    """N14: a multi-query cache that is counted for every query head, four times and more too large."""
+    kind, options = MULTI_QUERY[name]
+    config = AutoConfig.for_model(kind, **options)
+    model, cache = AutoModelForCausalLM.from_config(config).eval(), DynamicCache()
+    model(torch.ones(1, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert cache_bytes(config, 10, 4) == held
+
+
+def stored(*tensors):
+    """Bytes of tensors, each a dtype and a shape."""
+    return sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for dtype, *shape in tensors)
+
+
+U8, I8, I32, I64, F8, F16, BF16, F32 = (
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
+)  # fmt: skip
+CT = {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+# The tensors that a matrix of n outputs and k inputs is stored as, in checkpoints of each kind.
+METHODS = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        lambda n, k: [(I32, k // 8, n), (I32, k // 32, n // 8), (F16, k // 32, n), (I32, k)],
+    ),
+    "gptq of 8 bits, one group": (
+        {"quant_method": "gptq", "bits": 8, "group_size": -1},
+        lambda n, k: [(I32, k // 4, n), (I32, 1, n // 4), (F16, 1, n), (I32, k)],
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 32},
+        lambda n, k: [(I32, k, n // 8), (I32, k // 32, n // 8), (F16, k // 32, n)],
+    ),
+    "fp8 by blocks": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"},
+        lambda n, k: [(F8, n, k), (F32, n // 32, k // 32)],
+    ),
+    "bitsandbytes 8": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        lambda n, k: [(I8, n, k), (F32, n)],
+    ),
+    "bitsandbytes 4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        lambda n, k: [(U8, n * k // 2, 1), (F32, n * k // 64), (F32, 16)],
+    ),
+    "bitsandbytes 4, nested": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+        lambda n, k: [
+            (U8, n * k // 2, 1), (U8, n * k // 64), (F32, -(-n * k // 64 // 256)), (F32, 256), (F32, 1), (F32, 16)
+        ],
+    ),
+    "compressed-tensors, packed": (
+        {**CT, "format": "pack-quantized", "config_groups": {"g": {"targets": ["Linear"], "weights": INT4}}},
+        lambda n, k: [(I32, n, k // 8), (BF16, n, k // 32), (I64, 2)],
+    ),
+    "compressed-tensors, float": (
+        {**CT, "format": "float-quantized", "config_groups": {"g": {"targets": ["Linear"], "weights": FLOAT8}}},
+        lambda n, k: [(F8, n, k), (BF16, n, 1)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_quantized_weights_are_counted_as_they_are_stored(name):
+    """N14: the bfloat16 size for a quantized target, or numbers without their scales; heads and embeddings stay."""
+    given, tensors_of = METHODS[name]
+    config = AutoConfig.for_model("llama", **SIZES, intermediate_size=128, num_key_value_heads=2)
+    config.tie_word_embeddings = False
+    plain = target_bytes(config, torch.bfloat16)
+    matrices = 2 * [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (128, 64), (64, 128)]
+    expected = plain - sum(2 * n * k for n, k in matrices) + sum(stored(*tensors_of(n, k)) for n, k in matrices)
+    config.quantization_config = given
+    assert target_bytes(config, torch.bfloat16) == expected < plain
+
+
+def test_float8_layers_of_transformers_hold_what_is_counted():
+    """N14: scales of another number or type than those that transformers itself makes."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    given = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    with torch.device("meta"):
+        layer = FP8Linear(80, 48, block_size=(32, 32), activation_scheme="dynamic")
+        model = torch.nn.ModuleDict({"up": torch.nn.Linear(80, 48, bias=False)})
+    held = sum(tensor.nbytes for tensor in layer.state_dict().values())
+    assert quantized_weights._scheme("fp8", given)(48, 80) == held and model["up"].weight.nbytes > held
+
+
+def test_experts_in_mxfp4():
+    """N14: gpt-oss counted in bfloat16, four times too large."""
+    config = AutoConfig.for_model(
+        "gpt_oss", **SIZES, num_key_value_heads=2, intermediate_size=64, num_local_experts=4, head_dim=16
+    )
+    plain = target_bytes(config, torch.bfloat16)
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    numbers = 2 * 4 * (64 * 128 + 64 * 64)  # layers, experts, both matrices
+    assert plain - target_bytes(config, torch.bfloat16) == numbers * 2 - numbers * 17 // 32
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"quant_method": "hqq"},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:.*down_proj": {}}},
+        {**CT, "format": "marlin-24", "config_groups": {"g": {"targets": ["Linear"], "weights": INT4}}},
+        {**CT, "format": "pack-quantized", "config_groups": {}},
+    ],
+)
+def test_unknown_storage_is_refused(given):
+    """N14: a plausible number for a quantization of which nothing is known."""
+    config = AutoConfig.for_model("llama", **SIZES, intermediate_size=128)
+    config.quantization_config = given
+    with pytest.raises(DFlowError, match=r"[Mm]easure it"):
+        target_bytes(config, torch.bfloat16)
