@@ -193,7 +193,7 @@ def _weight_bytes(model: torch.nn.Module, gpus: int, quantized: Mapping[str, int
     Args:
         quantized (`dict[str, int]`, *optional*): Bytes of those that are stored in another way.
     """
-    tensors = {}
+    tensors: dict[int, tuple[torch.Tensor, int]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors.setdefault(id(tensor), (tensor, (quantized or {}).get(name, tensor.nbytes)))
     return sum(math.ceil(count / gpus) if tensor.dim() > 1 else count for tensor, count in tensors.values())
