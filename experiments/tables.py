@@ -323,6 +323,16 @@ def gain_correlations() -> str:
     return markdown_table((f"Pearson's r over these {len(points)} points", "gain", "over multi_round"), rows)
 
 
+def rollback_ways() -> str:
+    """Time of a step for each way of rolling back recurrent layers."""
+    record = read_json(RESULTS / "rollback.json")
+    rows = [
+        [way, with_interval(times, ".1f"), with_interval(record["ratio_to_state_advance"][way], ".2f")]
+        for way, times in record["milliseconds_per_step"].items()
+    ]
+    return markdown_table(["way", "ms a step (95% interval)", "over state advance"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "strategies": strategies,
     "expectations": expectations,
@@ -352,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lab-corpora": lab_corpora,
     "gain-curve": lambda: gain_curve.as_markdown(gain_points()),
     "gain-curve-correlations": gain_correlations,
+    "rollback": rollback_ways,
     "headline": lambda: headline.as_markdown(headline.summarise(headline.read_record(headline.RECORD))),
 }
 

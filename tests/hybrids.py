@@ -4,8 +4,9 @@ from functools import cache
 
 import torch
 from kit import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, WEIGHT_STD, prompt_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+IMAGE = 60  # the token of an image
 MARGIN = 1e-3  # of logits; blocks and single tokens differ by 1e-6
 FIELDS = {
     "vocab_size": VOCAB_SIZE,
@@ -109,6 +110,51 @@ def hybrid(family: str, *, dtype: torch.dtype = torch.float32, attention: str = 
     target.generation_config.pad_token_id = 0
     target.generation_config.eos_token_id = None
     return target.to(dtype).eval().requires_grad_(False)
+
+
+@cache
+def multimodal_hybrid():
+    """A random Qwen3.5 that sees images of 4 tokens with the id `IMAGE`, on CPU. No test may change it."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    vision = {
+        "depth": 2,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": HIDDEN_SIZE,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 1,
+        "num_position_embeddings": 16,
+    }
+    config = Qwen3_5Config(
+        text_config={**FIELDS, **LINEAR_ATTENTION, "rope_parameters": {**rope, "mrope_interleaved": True}},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=IMAGE + 1,
+        vision_start_token_id=IMAGE - 2,
+        vision_end_token_id=IMAGE - 1,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+        for parameter in target.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=WEIGHT_STD / 2)
+    with torch.no_grad():
+        target.get_output_embeddings().weight[IMAGE - 2 :] *= 0.01  # it says neither images nor the mask token
+    target.generation_config.pad_token_id = 0
+    target.generation_config.eos_token_id = None
+    return target.eval().requires_grad_(False)
+
+
+def image_inputs(seed: int) -> dict[str, torch.Tensor]:
+    """A prompt `[1, 11]` with one image, and the image."""
+    ids = torch.tensor([[5, 6, IMAGE - 2, *[IMAGE] * 4, IMAGE - 1, 7, 8, 9]])
+    pixels = torch.randn(16, 3 * 16, generator=torch.Generator().manual_seed(seed))
+    grid = torch.tensor([[1, 4, 4]])
+    return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
 
 
 @cache

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import PatternDrafter, decode, dflow_greedy, prompt_of, scripted, shared_target, tiny_drafter
+from hybrids import hybrid
+from kit import PatternDrafter, decode, dflow_greedy, plain_greedy, prompt_of, scripted, shared_target, tiny_drafter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -112,6 +113,25 @@ def test_one_wait_in_a_step(waits, name, rows):
     assert long_steps > short_steps + 10
     added = long - short
     # The one wait is seen, so the counter works.
+    assert 0 < sum(added.values()) <= ALLOWED_PER_STEP * (long_steps - short_steps), added
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_wait_in_a_step_with_recurrent_layers(waits, rows):
+    """A wait for the accepted lengths before the states advance, or for each group of rows."""
+    target = hybrid("qwen3_5_text")
+    prompts = torch.cat([prompt_of(9, seed) for seed in range(rows)])
+    texts = [(plain_greedy(target, prompt[None], 60), 9) for prompt in prompts]
+    drafter = tiny_drafter(target, 6, drafter_class=PatternDrafter).follow_rows(texts)
+    drafter.pattern, drafter.offset = [3, 0, 1, 5], 1
+
+    def call(new_tokens):
+        return decode(target, drafter, prompts, new_tokens, pad_token_id=0).statistics
+
+    short, short_steps = _waits_and_steps(waits, lambda: call(6))
+    long, long_steps = _waits_and_steps(waits, lambda: call(40))
+    added = long - short
+    assert long_steps > short_steps + 8
     assert 0 < sum(added.values()) <= ALLOWED_PER_STEP * (long_steps - short_steps), added
 
 

@@ -7,7 +7,7 @@ import kit
 import pytest
 import torch
 from batches import padded
-from hybrids import FAMILIES, followed, hybrid
+from hybrids import FAMILIES, IMAGE, followed, hybrid, image_inputs, multimodal_hybrid
 from internals import RecurrentStates
 from law import VOCAB, Loop, law_error, three_token_drafter
 from test_alignment import PROMPT_LENGTH, misaligned_slots, see_through_drafter, watch
@@ -271,6 +271,35 @@ def test_fully_recurrent_target():
     batch = kit.decode(target, drafter, ids, NEW_TOKENS, attention_mask=mask)
     for row, (whole, length) in enumerate(zip(texts, lengths, strict=True)):
         assert batch.sequences[row, LENGTH:].tolist() == whole[0, length:][:NEW_TOKENS].tolist()
+
+
+# -- with images
+
+
+def test_image_in_the_prompt():
+    """An image seen by every block, or positions of the target that drafts count on from another number."""
+    target, inputs = multimodal_hybrid(), image_inputs(0)
+    length = inputs["input_ids"].shape[1]
+    plain = target.generate(**inputs, max_new_tokens=NEW_TOKENS + SLACK, do_sample=False)
+    other = target.generate(**image_inputs(1), max_new_tokens=NEW_TOKENS + SLACK, do_sample=False)
+    assert not torch.equal(plain, other)
+    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.PatternDrafter)
+    drafter.pattern = PATTERNS[8]
+    drafter.follow(plain, length)
+    output = kit.dflow_greedy(target, drafter, **inputs, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(output.sequences, plain[:, : length + NEW_TOKENS])
+    assert output.statistics.per_step_accepted == kit.scripted_steps(PATTERNS[8], 8, NEW_TOKENS)[0]
+    assert drafter.anchor_positions[0] == length  # the drafter's positions count tokens
+
+
+def test_text_alone_on_a_target_that_sees_images():
+    """Text-only prompts refused, or decoded with the positions of an image."""
+    target, prompt = multimodal_hybrid(), kit.prompt_of(LENGTH, seed=2)
+    prompt[prompt >= IMAGE - 2] = 3
+    drafter = kit.scripted(kit.PatternDrafter, target, prompt, NEW_TOKENS, pattern=PATTERNS[8])
+    output = kit.decode(target, drafter, prompt, NEW_TOKENS)
+    assert torch.equal(output.sequences, kit.plain_greedy(target, prompt, NEW_TOKENS))
+    kit.assert_not_vacuous(output.statistics)
 
 
 # -- sampling, alignment and waits
