@@ -47,6 +47,7 @@ def check_pair(
             differing name, revision, tokenizer, mode or vocabulary size that proves nothing is warned about once: the
             text stays the target's own, drafts may be rejected more often.
     """
+    tokenizer = _tokenizer_in(tokenizer)
     devices = {parameter.device for parameter in drafter.parameters()}
     if len(devices) > 1 or drafter.device.type == "meta":
         raise PairMismatchError(
@@ -141,6 +142,12 @@ def _check_tokens(model: PreTrainedModel, drafter: DFlowDrafter, tokenizer: Any)
         )
 
 
+def _tokenizer_in(given: Any) -> Any:
+    """The tokenizer of a processor, which holds one beside others; `None` for what has no vocabulary to compare."""
+    tokenizer = getattr(given, "tokenizer", given)
+    return tokenizer if hasattr(tokenizer, "get_vocab") else None
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A short digest of a tokenizer's tokens and their ids; equal digests give every id the same meaning."""
     tokens = sorted((int(token_id), token) for token, token_id in tokenizer.get_vocab().items())
@@ -176,6 +183,7 @@ def record_target(
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
         chat_mode (`str`, *optional*): How its answers were collected: "thinking", "non-thinking", "chat" or "raw".
     """
+    tokenizer = _tokenizer_in(tokenizer)
     config, name = drafter.config, getattr(model.config, "_name_or_path", None)
     config.num_target_layers = model.config.get_text_config().num_hidden_layers
     if _is_repository(name):

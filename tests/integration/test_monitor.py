@@ -229,6 +229,8 @@ def test_routes_and_copies():
         lambda: MonitorSettings(probe_steps=0),
         lambda: AcceptanceMonitor(low_acceptance=40),
         lambda: AcceptanceMonitor(low_acceptance={"code": -1}),
+        lambda: AcceptanceMonitor(low_acceptance={"code": "0.5"}),
+        lambda: AcceptanceMonitor(low_acceptance=[0.5]),
         lambda: AcceptanceMonitor().route("code").end_step([3], [1]),
     ],
 )

@@ -240,6 +240,24 @@ def test_added_and_renamed_tokens_are_no_other_tokenizer(warnings):
         assert len(warnings) == number and "DFlowDrafter may draft badly for the target org/target" in warnings[-1]
 
 
+def test_a_processor_is_asked_for_its_tokenizer(warnings):
+    """N26's kind: "object of type … has no len()" for the processor of a multimodal target."""
+
+    class Processor:
+        tokenizer = words_tokenizer(WORDS)
+
+    target = named_target("org/target")
+    drafter = tiny_drafter(target)
+    record_target(drafter, target, Processor())
+    assert drafter.config.tokenizer_fingerprint == tokenizer_fingerprint(Processor.tokenizer)
+    check_pair(target, drafter, Processor())
+    check_pair(target, drafter, tokenizer=object())  # nothing to compare
+    assert warnings == []
+    Processor.tokenizer = words_tokenizer(WORDS[::-1])
+    with pytest.raises(PairMismatchError, match="another tokenizer"):
+        check_pair(target, drafter, Processor())
+
+
 def test_sizes_of_two_small_vocabularies_are_warned_of_naming_both(warnings):
     """N26: 64 tokens against 128 taken for padding."""
     target = named_target("org/target", vocab_size=128)

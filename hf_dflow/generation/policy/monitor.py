@@ -319,7 +319,7 @@ class AcceptanceMonitor:
         given = self.low_acceptance
         rates = given.values() if isinstance(given, Mapping) else [given] if given is not None else []
         for rate in rates:
-            if not 0 <= rate <= 1:
+            if not isinstance(rate, int | float) or not 0 <= rate <= 1:
                 raise DFlowError(f"low_acceptance={given}; give draft acceptance rates from 0 to 1")
         self._routes: dict[str, MonitoredRoute] = {}
         self._lock = threading.Lock()
