@@ -12,6 +12,7 @@ from hf_dflow.generation import _compat
 from hf_dflow.generation import cache as caches
 from hf_dflow.generation.drafting import DraftSession
 from hf_dflow.generation.policy.costs import StepCosts
+from hf_dflow.generation.recurrent import RecurrentStates
 from hf_dflow.model.drafter import DFlowDrafter
 
 _MEASURED: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, StepCosts]]] = WeakKeyDictionary()
@@ -38,7 +39,7 @@ def measure_step_costs(
     context_length: int = 64,
     repeats: int = 3,
 ) -> StepCosts:
-    """Time the two forwards of a step, behind a context of random tokens.
+    """Time the two forwards of a step, behind a context of random tokens; the target's with the rollback of its cache.
 
     Args:
         longest (`int`, *optional*, defaults to a full block's): Drafts of the longest forward.
@@ -55,21 +56,29 @@ def measure_step_costs(
     context_length = max(1, min(context_length, limit - room))
     width = context_length + room
     token_ids = torch.randint(vocab_size, (1, width), generator=generator).to(device)
-    held = DynamicCache()
-    held.activate_past_recording()
-    named: Any = {_compat.cache_argument(target): held}
-    output = target(token_ids[:, :context_length], output_hidden_states=True, use_cache=True, **named)
+    held = DynamicCache(config=target.config.get_text_config())
+    caches.record_past(held)
+    recurrent = RecurrentStates(target, held)
+
+    def forward(start: int, length: int) -> Any:
+        with recurrent.forward(length, is_recorded=start > 0):
+            return target(
+                token_ids[:, start : start + length],
+                output_hidden_states=True,
+                use_cache=True,
+                **{_compat.cache_argument(target): held},
+            )
+
+    output = forward(0, context_length)
+    caches.crop(held, 0)
+    recurrent.advance([context_length])
     features = _compat.capture_features(output.hidden_states, drafter.config.target_layer_ids)
     lengths = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
 
     def verify(length: int) -> None:
-        target(
-            token_ids[:, context_length : context_length + length],
-            output_hidden_states=True,
-            use_cache=True,
-            **named,
-        )
+        forward(context_length, length)
         caches.crop(held, length)
+        recurrent.advance([(length + 1) // 2])  # as a step does that keeps half of the block
 
     session = DraftSession(
         drafter,

@@ -50,6 +50,28 @@ def repeat_states(cache: Cache, count: int) -> None:
                 states[index] = None if state is None else state.repeat_interleave(count, 0)
 
 
+def clamping_mixers(model: nn.Module) -> list[Any]:
+    """The mixers that `steps_of_any_size` is for."""
+    return [module for module in model.modules() if hasattr(module, "time_step_limit")]
+
+
+@contextmanager
+def steps_of_any_size(mixers: list[Any]) -> Iterator[None]:
+    """Let a block compute what plain decoding computes token by token.
+
+    transformers' state-space mixers (Nemotron-H, Zamba2, …) clamp time steps to `time_step_limit` where they run over
+    several tokens, so in a prompt, but not where they run over one.
+    """
+    limits = [mixer.time_step_limit for mixer in mixers]
+    try:
+        for mixer in mixers:
+            mixer.time_step_limit = ANY_SIZE
+        yield
+    finally:
+        for mixer, limit in zip(mixers, limits, strict=True):
+            mixer.time_step_limit = limit
+
+
 @dataclass
 class MixerCall:
     """What a mixer was called with in a block's forward."""
@@ -86,8 +108,7 @@ class RecurrentStates:
         self._copies: dict[tuple[int, str, int], torch.Tensor] = {}
         self._had_state: list[dict[int, bool]] = []
         self._shared: list[Any] = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        modules = model.modules() if self.layers else ()
-        self._clamping: list[Any] = [module for module in modules if hasattr(module, "time_step_limit")]
+        self._clamping = clamping_mixers(model) if self.layers else []
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -110,14 +131,18 @@ class RecurrentStates:
             self._copy()
         self.length, self._calls = self.length + length, []
         if self._mixers is None:
-            with self._searching(length, is_recorded), self._past_of_windows(), self._steps_of_any_size(is_recorded):
+            with (
+                self._searching(length, is_recorded),
+                self._past_of_windows(),
+                steps_of_any_size(self._clamping if is_recorded else []),
+            ):
                 yield
             return
         handles = [
             mixer.register_forward_pre_hook(self._record, with_kwargs=True) for mixer in self._mixers if is_recorded
         ]
         try:
-            with self._past_of_windows(), self._steps_of_any_size(is_recorded):
+            with self._past_of_windows(), steps_of_any_size(self._clamping if is_recorded else []):
                 yield
         finally:
             for handle in handles:
@@ -216,7 +241,7 @@ class RecurrentStates:
             return
         mixed = [layer for layer in self.layers if has_keys(layer)]
         held = [{name: value for name, value in vars(layer).items() if name in KEYS} for layer in mixed]
-        with self._steps_of_any_size(True):
+        with steps_of_any_size(self._clamping):
             for call in self._calls:
                 call.run_again(rows, self.length, count)
         for layer, values in zip(mixed, held, strict=True):  # a mixer may add keys too; those of its block are there
@@ -266,22 +291,6 @@ class RecurrentStates:
             )
         self._mixers = list({id(call.mixer): call.mixer for call in calls}.values())
         self._calls = calls if is_recorded else []
-
-    @contextmanager
-    def _steps_of_any_size(self, is_block: bool) -> Iterator[None]:
-        """Let a block compute what plain decoding computes token by token.
-
-        transformers' state-space mixers (Nemotron-H, Zamba2, …) clamp time steps to `time_step_limit` where they run
-        over several tokens, so in a prompt, but not where they run over one.
-        """
-        limits = [mixer.time_step_limit for mixer in self._clamping]
-        try:
-            for mixer in self._clamping if is_block else []:
-                mixer.time_step_limit = ANY_SIZE
-            yield
-        finally:
-            for mixer, limit in zip(self._clamping, limits, strict=True):
-                mixer.time_step_limit = limit
 
     @contextmanager
     def _past_of_windows(self) -> Iterator[None]:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers import DynamicCache
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.generation._compat import capture_features
+from hf_dflow.generation._compat import cache_argument, capture_features
+from hf_dflow.generation.recurrent import clamping_mixers, steps_of_any_size
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.frozen_target import describe_target
 
@@ -80,15 +82,28 @@ class LiveFeatures:
         return self._last[1][name]
 
     def _compute(self, row: TrainingRow) -> dict[str, torch.Tensor]:
-        token_ids = torch.tensor([row.token_ids], device=self.target.device)
-        keep = 0 if self.teacher_top_k else 1
-        output = self.target(token_ids, output_hidden_states=True, use_cache=False, logits_to_keep=keep)
-        tensors = {"features": capture_features(output.hidden_states, self.layer_ids)[0].to("cpu", self.dtype)}
+        outputs = self._outputs(row)
+        features = torch.cat([capture_features(output.hidden_states, self.layer_ids)[0] for output in outputs])
+        tensors = {"features": features.to("cpu", self.dtype)}
         if self.teacher_top_k:
-            top = output.logits[0].float().softmax(dim=-1).topk(self.teacher_top_k, dim=-1)
+            logits = torch.cat([output.logits[0] for output in outputs])
+            top = logits.float().softmax(dim=-1).topk(self.teacher_top_k, dim=-1)
             tensors["teacher_ids"] = top.indices.to("cpu", torch.int32)
             tensors["teacher_probs"] = top.values.to("cpu", torch.float16)
         return tensors
+
+    def _outputs(self, row: TrainingRow) -> list[Any]:
+        """The target's outputs on a row: of one forward, or of one over the prompt and one over the answer, where the
+        target computes them in different ways."""
+        token_ids = torch.tensor([row.token_ids], device=self.target.device)
+        options = {"output_hidden_states": True, "logits_to_keep": 0 if self.teacher_top_k else 1}
+        clamping = clamping_mixers(self.target) if row.prompt_length else []
+        if not clamping:
+            return [self.target(token_ids, use_cache=False, **options)]
+        held = {cache_argument(self.target): DynamicCache(config=self.target.config.get_text_config())}
+        prompt = self.target(token_ids[:, : row.prompt_length], use_cache=True, **held, **options)
+        with steps_of_any_size(clamping):
+            return [prompt, self.target(token_ids[:, row.prompt_length :], use_cache=True, **held, **options)]
 
 
 class FeatureStore(LiveFeatures):

@@ -6,13 +6,14 @@ import torch
 from transformers import DynamicCache
 
 from hf_dflow.errors import DFlowError
-from hf_dflow.generation._compat import cache_argument, capture_features, get_cache
+from hf_dflow.generation._compat import cache_argument, capture_features, get_cache, has_recurrent_cache
 from hf_dflow.generation.cache import crop
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.training.frozen_target import inner_model
 from hf_dflow.training.loss import slots_per_chunk
 from hf_dflow.training.masks import PackedMask
 from hf_dflow.training.packing import Anchors, BlockLayout, Sequences, context_places
+from hf_dflow.training.state_grid import StateGrid, check_blocks
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -50,7 +51,8 @@ def proposal_features(
     """Target states `[A, N + 1, layers * H]` of every block `[anchor, proposals]`, all of them in one target pass.
 
     A block sees its document before its anchor, and itself. The first call computes keys and values of the rows' own
-    tokens and keeps them in `sequences.target_cache`, so that every round pays for its blocks alone.
+    tokens and keeps them in `sequences.target_cache`, so that every round pays for its blocks alone. A target with
+    recurrent layers cannot run blocks side by side in a row: they are the rows of a batch (`StateGrid`).
 
     Args:
         proposals (`torch.LongTensor` of shape `(A, N)`): What was drafted.
@@ -59,8 +61,13 @@ def proposal_features(
     Raises:
         DFlowError: The target has layers, or an attention implementation, that cannot run blocks side by side.
     """
-    attention = _attention_kinds(target)
     block_ids = torch.cat([sequences.anchor_ids(anchors)[:, None], proposals], dim=1)
+    if has_recurrent_cache(target):
+        if sequences.target_cache is None:
+            check_blocks(target)
+            sequences.target_cache = StateGrid(target, sequences)
+        return sequences.target_cache.block_features(anchors, block_ids, layer_ids)
+    attention = _attention_kinds(target)
     blocks = BlockLayout(anchors, len(sequences.lengths), block_ids.shape[1])
     context, own = context_places(sequences), blocks.places(sequences)
     if sequences.target_cache is None:
@@ -81,6 +88,18 @@ def proposal_features(
     )
     crop(cache, own.index.shape[1])
     return blocks.unpack(capture_features(states, layer_ids))
+
+
+def check_relay_target(target: Any) -> None:
+    """Refuse a target on which relay rounds cannot run.
+
+    Raises:
+        DFlowError: Its layers or its attention implementation are of another kind, or it computes blocks wrongly.
+    """
+    if has_recurrent_cache(target):
+        check_blocks(target)
+    else:
+        _attention_kinds(target)
 
 
 def _forward(

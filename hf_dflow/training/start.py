@@ -17,6 +17,7 @@ from hf_dflow.training.config import TrainingConfig, TrainingConfigError
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.frozen_target import inner_model
 from hf_dflow.training.loss import frequent_tokens
+from hf_dflow.training.proposals import check_relay_target
 
 logger = get_logger(__name__)
 DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_TAPS, DEFAULT_CANDIDATES = 2, 8, 5, 16
@@ -73,6 +74,8 @@ def resolve(
         resolved.evaluate_every = max(LEAST_UPDATES_BETWEEN_EVALUATIONS, training.updates // EVALUATIONS_PER_RUN)
     resolved.check()
     _check_fits_target(resolved, target)
+    if resolved.use_relay and any(stage.relay_rounds for stage in resolved.stages):
+        check_relay_target(target)
     if drafter is not None:
         check_pair(target, drafter)
         return resolved
@@ -318,12 +321,30 @@ def _why_not_copied(target: Any, num_layers: int) -> str | None:
         return f"{type(inner).__name__} has no 'layers' and 'norm'"
     if len(layers) < num_layers:
         return f"it has {len(layers)}, the drafter {num_layers}"
-    if type(inner.norm).__name__.startswith("Gemma"):  # these scale by 1 + weight
+    if not _is_rms_norm(inner.norm):  # some scale by 1 + weight
         return f"its {type(inner.norm).__name__} is another function of its weight"
-    names = set(_base_weights(layers[-1])) - set(OWN_NORMS)
-    if names != LAYER_WEIGHTS:
-        return f"their weights differ by {', '.join(sorted(names ^ LAYER_WEIGHTS))}"
+    config = target.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in layers[len(layers) - num_layers :]:  # a hybrid's differ in kind
+        weights = _base_weights(layer)
+        names = set(weights) - set(OWN_NORMS)
+        if names != LAYER_WEIGHTS:
+            return f"their weights differ by {', '.join(sorted(names ^ LAYER_WEIGHTS))}"
+        if len(weights["self_attn.q_proj.weight"]) != config.num_attention_heads * width:
+            return "their queries hold more than one vector for each head"
     return None
+
+
+@torch.no_grad()
+def _is_rms_norm(norm: Any) -> bool:
+    """Whether `norm` scales what has a mean square of one by nothing but its weight."""
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.ndim != 1:
+        return False
+    signs = torch.ones_like(weight)
+    signs[::4] = -1  # their mean is no zero either, which others subtract
+    scaled = norm(signs[None, None])[0, 0].float()
+    return bool(torch.allclose(scaled, (signs * weight).float(), rtol=1e-2, atol=1e-2))
 
 
 def _base_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:

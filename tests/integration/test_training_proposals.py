@@ -114,7 +114,10 @@ def test_a_round_costs_its_blocks_states_and_nothing_else():
     ("change", "message"),
     [
         ({"_attn_implementation": "flash_attention_2"}, "load the target with attn_implementation='sdpa'"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention.*relay_rounds=0"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 8},
+            "chunked_attention.*relay_rounds=0",
+        ),
     ],
 )
 def test_a_target_that_cannot_run_blocks_side_by_side_is_refused(change, message, monkeypatch):
