@@ -61,6 +61,13 @@ def as_it_was(record):
     return old
 
 
+def without_intervals(figures):
+    """Two prompts have none today, as old records had."""
+    if not isinstance(figures, dict):
+        return figures
+    return {key: without_intervals(value) for key, value in figures.items() if key not in ("interval_95", "n")}
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_an_old_record_becomes_what_a_new_one_is(cut, tmp_path):
     """N24: figures that the rows of an old record give otherwise than a measurement today would."""
@@ -72,7 +79,7 @@ def test_an_old_record_becomes_what_a_new_one_is(cut, tmp_path):
     recount.main(tmp_path)
     found = read_json(tmp_path / "some.json")
     assert found.pop(recount.BEFORE) == {"T=0": {"dflash": 2.5, "dflow": 3.75}}
-    assert found["modes"] == json.loads(json.dumps(new["modes"]))
+    assert without_intervals(found["modes"]) == without_intervals(json.loads(json.dumps(new["modes"])))
     assert found["modes"]["T=0"]["all"]["contestants"]["dflow"]["tokens_per_step"]["value"] == (3.25 if cut else 3.75)
     before = (tmp_path / "some.json").read_bytes()
     recount.main(tmp_path)
