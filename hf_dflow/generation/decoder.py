@@ -100,7 +100,7 @@ class DFlowDecoder:
         together = len(rows) == 1 or plan.row_by_row is None
         if not together:
             checks.check_rows_alone(plan.model, model_kwargs)
-            logger.warning(
+            logger.warning_once(
                 f"{type(plan.model).__name__} with {type(cache).__name__} decodes a batch row by row: its rows cannot "
                 "advance at their own pace in one cache."
                 + (f" With a masked hole before them, {plan.row_by_row}." if plan.row_by_row else "")
