@@ -251,3 +251,16 @@ def test_threshold_in_a_batch():
         assert torch.equal(own.sequences[0], together.sequences[row])
         assert own.statistics.per_step_accepted == together.statistics.per_row[row].per_step_accepted
         assert not together.statistics.per_row[row].lossless
+
+
+def test_the_prefill_is_observed_whole():
+    """N29: a row's verification of the prefill holds the features of one token in place of the prompt's."""
+    seen = []
+
+    class Watching(AcceptanceProcessor):
+        def observe(self, proposal, verification):
+            seen.append((proposal.num_drafts, verification.features.shape[1]))
+
+    target, prompt = kit.shared_target(), kit.prompt_of(7)
+    kit.decode(target, kit.shared_drafter(), torch.cat([prompt, prompt]), 6, acceptance_processors=[Watching()])
+    assert seen[:2] == [(0, 7)] * 2 and all(rows == drafts + 1 for drafts, rows in seen[2:])
