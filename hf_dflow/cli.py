@@ -9,10 +9,12 @@ from hf_dflow import drafter_commands as drafters
 from hf_dflow._version import __version__
 from hf_dflow.bench import commands as bench
 from hf_dflow.bench.app import app as bench_app
-from hf_dflow.console import errors_in_words
+from hf_dflow.console import SafeGroup, errors_in_words
 from hf_dflow.training import commands as training
 
-app = typer.Typer(help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True)
+app = typer.Typer(
+    cls=SafeGroup, help="Block-diffusion speculative decoding with verifier feedback.", no_args_is_help=True
+)
 commands: list[Callable[..., None]] = [
     bench.demo,
     bench.check,

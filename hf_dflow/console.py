@@ -4,9 +4,11 @@ Nothing here imports torch before it is needed: `--help` must not wait for it.
 """
 
 import inspect
+import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
@@ -14,15 +16,59 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from hf_dflow.errors import DFlowError
+from hf_dflow.text import visible
 
 UNBOUNDED = 100_000  # columns of a file or a pipe, which has no width of its own
+
+
+class SafeConsole(Console):
+    """rich's console, on which no text from outside can command the terminal."""
+
+    def render(self, renderable, options=None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def say(text: Any, err: bool = False) -> None:
+    """Print a line of text from anywhere."""
+    typer.echo(visible(str(text)), err=err)
+
+
+class SafeGroup(typer.core.TyperGroup):
+    """All commands: what their output's encoding lacks is written out, and errors about arguments are safe to print."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        return super().main(*args, **options)
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _safe_messages():
+            return super().make_context(*args, **options)
+
+    def invoke(self, context: Any) -> Any:
+        with _safe_messages():
+            return super().invoke(context)
+
+
+@contextmanager
+def _safe_messages() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(message := vars(error).get("message"), str):  # a click exception's
+            error.message = visible(message)  # type: ignore[attr-defined]
+        raise
 
 
 @contextmanager
@@ -31,7 +77,7 @@ def errors_in_words() -> Iterator[None]:
     try:
         yield
     except (DFlowError, OSError, ValueError) as error:  # transformers raises the last two for what it cannot load
-        typer.echo(f"hf-dflow: {error}", err=True)
+        say(f"hf-dflow: {error}", err=True)
         raise typer.Exit(2) from error
 
 
@@ -177,7 +223,7 @@ def _replace(path: Path, text: str) -> None:
 
 def written(path: Path) -> None:
     """Name a file that a command wrote, beside its standard output."""
-    typer.echo(f"Wrote {path}", err=True)
+    say(f"Wrote {path}", err=True)
 
 
 def report_console(json_path: Path | None = None) -> Console:
@@ -187,8 +233,8 @@ def report_console(json_path: Path | None = None) -> Console:
         json_path (`Path`, *optional*): Where the record goes; if it is printed, everything else goes to standard error.
     """
     to_stderr = json_path == STDOUT
-    console = Console(stderr=to_stderr)
-    return console if console.is_terminal else Console(stderr=to_stderr, width=UNBOUNDED)
+    console = SafeConsole(stderr=to_stderr)
+    return console if console.is_terminal else SafeConsole(stderr=to_stderr, width=UNBOUNDED)
 
 
 @dataclass(frozen=True)
@@ -245,13 +291,14 @@ def print_table(console: Console, table: ResultTable) -> None:
     Where the console is too narrow for all measures, they are spread over several tables, each with the keys. Where it
     is too narrow for the keys and one measure, each row becomes lines of its own.
     """
+    rows = [[visible(cell) for cell in row] for row in table.rows]
     headings, num_keys = [*table.keys, *table.measures], len(table.keys)
     # A cell has a space on both sides and a frame line; one more line closes the table.
-    widths = [max(map(cell_len, column)) + 3 for column in zip(headings, *table.rows, strict=True)]
+    widths = [max(map(cell_len, column)) + 3 for column in zip(headings, *rows, strict=True)]
     room = console.width - 1 - sum(widths[:num_keys])
     if max(widths[num_keys:]) > room:
         console.print(Text(table.title, style="italic"))
-        for row in table.rows:
+        for row in rows:
             console.print(Text(", ".join(row[:num_keys]), style="bold"))
             for heading, cell in zip(table.measures, row[num_keys:], strict=True):
                 console.print(Text(f"  {heading}: {cell}"))
@@ -267,6 +314,6 @@ def print_table(console: Console, table: ResultTable) -> None:
         columns = [*range(num_keys), *measured]
         for column in columns:
             printed.add_column(Text(headings[column]), justify="left" if column < num_keys else "right", no_wrap=True)
-        for row in table.rows:
+        for row in rows:
             printed.add_row(*(Text(row[column]) for column in columns))
         console.print(printed)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 # What needs torch is imported inside the commands: --help must not wait for it.
@@ -14,11 +13,14 @@ from hf_dflow.console import (
     STDOUT,
     JsonOption,
     ResultTable,
+    SafeConsole,
     errors_in_words,
     print_table,
     report_console,
+    say,
     write_json,
 )
+from hf_dflow.text import read_text
 
 
 def drafters(
@@ -73,7 +75,7 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")], js
     }
     for name, value in properties.items():
         table.add_row(name, value)
-    Console(stderr=json_path == STDOUT).print(table)
+    SafeConsole(stderr=json_path == STDOUT).print(table)
     write_json(json_path, {"properties": properties})
 
 
@@ -90,13 +92,11 @@ def export(
 
     model = DFlowDrafter.from_pretrained(drafter, revision=revision or "main")
     for line in export_drafter(model, output, to, num_target_layers):
-        typer.echo(line)
+        say(line)
     parts = {"relay": model.relay, "causal correction": model.causal_correction}
     aside = [name for name, part in parts.items() if part is not None]
     if aside:
-        typer.echo(
-            f"Kept aside: {' and '.join(aside)}. These servers draft without; DFlowDrafter.from_pretrained finds it."
-        )
+        say(f"Kept aside: {' and '.join(aside)}. These servers draft without; DFlowDrafter.from_pretrained finds it.")
 
 
 def publish(
@@ -123,11 +123,11 @@ def publish(
         dry_run=dry_run,
     )
     for file in files:
-        typer.echo(f"{file.size:>14,} {file.path}")
+        say(f"{file.size:>14,} {file.path}")
     if commit is None:
-        typer.echo(f"Nothing was sent. These {len(files)} files would go to {repository}.")
+        say(f"Nothing was sent. These {len(files)} files would go to {repository}.")
     else:
-        typer.echo(f"Published: {commit.commit_url}")
+        say(f"Published: {commit.commit_url}")
 
 
 card = typer.Typer(help="Model cards of drafters.", no_args_is_help=True)
@@ -141,10 +141,10 @@ def card_check(path: Annotated[Path, typer.Argument(help="A card, or a folder wi
     with errors_in_words():
         problems = check_card(_read_card(path))
     for problem in problems:
-        typer.echo(f"{path}: {problem}")
+        say(f"{path}: {problem}")
     if problems:
         raise typer.Exit(1)
-    typer.echo(f"{path}: complete")
+    say(f"{path}: complete")
 
 
 @card.command("new")
@@ -158,11 +158,11 @@ def card_new(
     from hf_dflow.model.drafter import DFlowDrafter
 
     with errors_in_words():
-        typer.echo(make_card(DFlowDrafter.from_pretrained(drafter), repository, licence))
+        say(make_card(DFlowDrafter.from_pretrained(drafter), repository, licence))
 
 
 def _read_card(path: Path) -> str:
     file = path / "README.md" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there; `hf-dflow card new DRAFTER > README.md` makes one to finish.")
-    return file.read_text(encoding="utf-8")
+    return read_text(file)

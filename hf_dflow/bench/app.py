@@ -13,6 +13,7 @@ from hf_dflow.console import (
     drawable,
     errors_in_words,
     report_console,
+    say,
     show,
     takes_option_groups,
     writable,
@@ -207,5 +208,5 @@ def report(
         show(side_by_side.present(loads, names), report_console())
     items = checklist(evidence)
     for item in items:
-        typer.echo(f"[{'x' if item.is_done else ' '}] {item.text}: {item.evidence}")
+        say(f"[{'x' if item.is_done else ' '}] {item.text}: {item.evidence}")
     raise typer.Exit(0 if allow_open or all(item.is_done for item in items) else 1)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 # What needs torch is imported inside the commands: --help must not wait for it.
 from hf_dflow.bench.cost import Hosted, SelfHosted
@@ -20,8 +19,10 @@ from hf_dflow.bench.options import (
 from hf_dflow.console import (
     STDOUT,
     JsonOption,
+    SafeConsole,
     ThreadsOption,
     report_console,
+    say,
     show,
     takes_option_groups,
     writable,
@@ -46,7 +47,7 @@ def demo(
     answers = bench.compare(pair, workload, max_new_tokens)
     record = bench.as_record(answers, **pair.describe(), max_new_tokens=max_new_tokens)
     # Prompts and answers are prose, which a pipe gets in lines of 80 columns as well.
-    bench.show(pair, answers, Console(stderr=json_path == STDOUT))
+    bench.show(pair, answers, SafeConsole(stderr=json_path == STDOUT))
     write_json(json_path, record)
     if not all(row["text_identical"] for row in record["rows"]):
         raise typer.Exit(1)
@@ -73,19 +74,17 @@ def check(
     has_full_attention = can_hold_holes(pair.target)
     self_check = str(check_of(pair.target, holes=has_full_attention, tree=has_full_attention))
     to_stderr = json_path == STDOUT
-    typer.echo(self_check, err=to_stderr)
+    say(self_check, err=to_stderr)
     if not has_full_attention:
-        typer.echo(
-            "  rows of a batch are decoded one by one, without trees: not all layers are full attention", err=to_stderr
-        )
+        say("  rows of a batch are decoded one by one, without trees: not all layers are full attention", err=to_stderr)
     reports, rows = [], []
     for prompt in workload:
         report = compare_with_plain(pair.target, pair.drafter, pair.encode(prompt.text), max_new_tokens)
         reports.append(report)
         rows.append({**prompt.as_record(), **report.as_record()})
-        typer.echo(f"{prompt.task}: {report} ({report.statistics})", err=to_stderr)
+        say(f"{prompt.task}: {report} ({report.statistics})", err=to_stderr)
     if not any(report.statistics and report.statistics.num_accepted_draft_tokens for report in reports):
-        typer.echo("No draft was accepted, so this shows little: is it the drafter of this target?", err=to_stderr)
+        say("No draft was accepted, so this shows little: is it the drafter of this target?", err=to_stderr)
     conditions = run_conditions(**pair.describe(), max_new_tokens=max_new_tokens, prompts=len(rows))
     write_json(json_path, {"rows": rows, "self_check": self_check, "conditions": conditions})
     if any(report.verdict == FAULT for report in reports):
@@ -147,9 +146,9 @@ def calibrate(
     if bundled or not others:
         workload += [prompt for prompt in tasks_in_turn(read_prompts(FITTING)) if prompt not in workload]
     pair = PairOptions(target, str(drafter), threads=threads).load()
-    result = bench.fit(pair, workload, max_new_tokens, Console(stderr=json_path == STDOUT))
+    result = bench.fit(pair, workload, max_new_tokens, SafeConsole(stderr=json_path == STDOUT))
     if json_path != STDOUT:
-        typer.echo(json.dumps(result, indent=1))
+        say(json.dumps(result, indent=1))
     if json_path is not None:
         decoding = ", ".join(mode.name for mode in bench.MODES.values())
         tasks = dict(Counter(prompt.task for prompt in workload))

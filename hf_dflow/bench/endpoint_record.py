@@ -15,7 +15,7 @@ from hf_dflow.bench.conditions import ENDPOINT, prompts_digest, run_conditions
 from hf_dflow.bench.endpoint import OK, REFUSED, UNREACHABLE, EndpointSettings, RequestResult, run_load
 from hf_dflow.bench.figures import Timed, latencies
 from hf_dflow.bench.workloads import ALL_TASKS, Prompt
-from hf_dflow.console import Presentation, Remark, ResultTable
+from hf_dflow.console import Presentation, Remark, ResultTable, SafeConsole
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.statistics import tokens_per_step
 
@@ -39,7 +39,7 @@ def measure(settings: EndpointSettings, prompts: Sequence[Prompt]) -> dict[str, 
     if first.outcome in (REFUSED, UNREACHABLE):
         raise DFlowError(f"{settings.url}: {first.detail}")
     before = read_spec_metrics(settings)
-    with Progress() as progress:
+    with Progress(console=SafeConsole()) as progress:
         bar = progress.add_task("requests", total=len(prompts))
         results, seconds = run_load(settings, prompts, lambda: progress.advance(bar))
     after = read_spec_metrics(settings)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dflow.errors import DFlowError
+from hf_dflow.text import read_text
 
 DEMO = Path(__file__).with_name("demo_prompts.json")  # one of each kind, shown by `hf-dflow demo`
 HELD_OUT = Path(__file__).with_name("prompts.json")  # four for each of six tasks, for figures
@@ -60,12 +61,12 @@ class Workload:
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Read a JSON object of `{"task": ["prompt", …]}`."""
     try:
-        tasks = json.loads(Path(path).read_text(encoding="utf-8"))
+        tasks = json.loads(read_text(path))
         for task, texts in tasks.items():
             if isinstance(texts, str):
                 raise TypeError(f"{task!r} holds a text instead of a list of texts")
         prompts = [Prompt(task, text) for task, texts in tasks.items() for text in texts]
-    except (OSError, AttributeError, TypeError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
+    except (AttributeError, TypeError, ValueError) as error:  # ValueError: no JSON
         raise DFlowError(f'{path}: expected a JSON object like {{"task": ["prompt", …]}} ({error})') from error
     if not prompts or not all(isinstance(prompt.text, str) and prompt.text for prompt in prompts):
         raise DFlowError(f'{path}: expected at least one non-empty prompt in {{"task": ["prompt", …]}}')
@@ -74,12 +75,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 def jsonl_prompts(path: str | Path) -> list[Prompt]:
     """Read your own prompts, one JSON object a line: `{"prompt": "…", "task": "…"}`, the task optional."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DFlowError(f"{path}: cannot be read ({error})") from error
     prompts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):  # splitlines would split at U+2028
         if not line.strip():
             continue
         try:

@@ -17,6 +17,7 @@ from hf_dflow.checkpoints.files import OWN_PARTS_FILE
 from hf_dflow.checkpoints.layout import StoredTensor
 from hf_dflow.checkpoints.speculators import export_speculators
 from hf_dflow.errors import DrafterConfigError
+from hf_dflow.text import give_usual_modes
 
 __all__ = ["export_drafter"]
 
@@ -70,6 +71,7 @@ def export_drafter(drafter: Any, folder: str | Path, to: str, num_target_layers:
         (folder / OWN_PARTS_FILE).parent.mkdir()
         save_file(parts, folder / OWN_PARTS_FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    give_usual_modes(folder)
     return server_options(str(folder), config, to)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_dflow.errors import UnknownDrafterError
 
+NEAR = 0.8  # similarity from which a name is taken for a misspelt one
 FOLDER = Path(__file__).parents[1] / "drafters"
 
 
@@ -89,6 +90,11 @@ def check_name(name: Any) -> None:
     name = os.fspath(name)
     if name in BUNDLED or os.path.isdir(name):
         return
+    known = {row.name.rpartition("/")[2]: row.name for row in TABLE}
+    if "/" not in name and (near := difflib.get_close_matches(name, known, n=1, cutoff=NEAR)):  # no drafter lacks owner
+        raise OSError(
+            f"{name}: there is no such folder, and no bundled drafter of that name. Did you mean {known[near[0]]}?"
+        )
     try:
         validate_repo_id(name)
     except HFValidationError as error:

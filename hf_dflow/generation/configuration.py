@@ -1,5 +1,6 @@
 """The options of `speculation_type="dflow"` and the one place where their precedence is decided."""
 
+import copy
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
@@ -123,6 +124,21 @@ class DFlowGenerationConfig(GenerationConfig):
         super().__init__(**kwargs)
         for name, value in options.items():
             setattr(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: without the monitor, which belongs to its process. `copy.deepcopy` keeps it."""
+        return {**vars(self), "monitor": None}
+
+    def __deepcopy__(self, memo: dict) -> "DFlowGenerationConfig":
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __copy__(self) -> "DFlowGenerationConfig":
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(vars(self))
+        return copied
 
     def to_dict(self) -> dict[str, Any]:
         record = super().to_dict()

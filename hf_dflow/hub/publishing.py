@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_dflow._version import __version__
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub.cards import check_card, make_card
+from hf_dflow.text import give_usual_modes
 
 __all__ = ["CardError", "PublishableDrafter", "Upload", "publish", "write_custom_generate"]
 
@@ -19,18 +20,24 @@ __all__ = ["CardError", "PublishableDrafter", "Upload", "publish", "write_custom
 CUSTOM_GENERATE = '''"""Decode with the drafter of this repository: `target.generate(**inputs, custom_generate="{name}",
 trust_remote_code=True)`. The same loop as `assistant_model=drafter, speculation_type="dflow"`."""
 
+import os
+import sys
+
 import hf_dflow
 
 REPOSITORY = {repository!r}
 
 
 def generate(model, drafter=None, drafter_revision=None, streamer=None, **kwargs):
-    if drafter is None and REPOSITORY is None:
-        raise ValueError("this folder was never published, so it has no name to load the drafter by: pass drafter=")
-    if drafter is None:
+    source = REPOSITORY if drafter is None else drafter
+    if source is None:  # a folder: transformers runs a copy of this file, and only its generate() knows of where
+        source = sys._getframe(1).f_locals.get("custom_generate")
+        if not isinstance(source, str) or not os.path.isdir(source):
+            raise ValueError("this folder was never published: pass drafter=, a drafter or its folder")
+    if isinstance(source, (str, os.PathLike)):
         options = {{}} if drafter_revision is None else {{"revision": drafter_revision}}
         device = None if model.device.type == "meta" else model.device  # meta: the target is offloaded
-        drafter = hf_dflow.DFlowDrafter.from_pretrained(REPOSITORY, device_map=device, **options)
+        drafter = hf_dflow.DFlowDrafter.from_pretrained(source, device_map=device, **options)
     kwargs = {{key: value for key, value in kwargs.items() if value is not None}}
     return model.generate(custom_generate=hf_dflow.DFlowDecoder(drafter, streamer=streamer), **kwargs)
 '''
@@ -68,6 +75,7 @@ class PublishableDrafter(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             write_custom_generate(Path(save_directory), repository)
+            give_usual_modes(Path(save_directory))
             card = Path(save_directory) / "README.md"
             if not card.exists():
                 card.write_text(make_card(self, repository), encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hf_dflow.checkpoints.names import check_name
-from hf_dflow.console import ThreadsOption, use_threads
+from hf_dflow.console import ThreadsOption, say, use_threads
 from hf_dflow.errors import DFlowError
 
 __all__ = ["data", "train"]
@@ -85,8 +85,8 @@ def data(
     if model is None:
         report = collect.collect_chats(job, output)
     else:
-        report = collect.collect_answers(job, model, output, sampling, lambda line: typer.echo(line, err=True))
-    typer.echo(report)
+        report = collect.collect_answers(job, model, output, sampling, lambda line: say(line, err=True))
+    say(report)
 
 
 def train(
@@ -174,7 +174,7 @@ def train(
         report_to=trackers,
     )
     if report.is_main_process:
-        typer.echo(report)
+        say(report)
 
 
 def _template_options(text: str | None) -> dict:

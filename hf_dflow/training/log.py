@@ -11,6 +11,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from hf_dflow.console import SafeConsole
 from hf_dflow.errors import DFlowError
 
 TENSORBOARD, PROJECT = "tensorboard", "hf-dflow"
@@ -51,7 +52,7 @@ class RunLog:
     ):
         self.folder, self.path, self.is_main = folder, folder / "log.jsonl", is_main
         self.accelerator, self.use_tensorboard = accelerator, use_tensorboard
-        self.console = console or Console()
+        self.console = console or SafeConsole()
         self.writer: Any = None
         self.bar = Progress(
             TextColumn("updates"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dflow.errors import DFlowError
+from hf_dflow.text import read_text
 
 COLUMNS = ("messages", "conversations", "prompt")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of the roles
@@ -89,15 +90,14 @@ def read_prompts(source: str) -> list[Prompt]:
     if not path.is_file():
         raise DFlowError(f"--prompts {source}: no such file; give a .jsonl or .txt file, own or sharegpt")
     records: list[tuple[str, Any]] = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            place, text = f"{path}, line {number}", line.strip()
-            if not text:
-                continue
-            try:
-                records.append((place, text if path.suffix == ".txt" else json.loads(text)))
-            except json.JSONDecodeError as error:
-                raise DFlowError(f"{place}: not valid JSON ({error})") from error
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        place, text = f"{path}, line {number}", line.strip()
+        if not text:
+            continue
+        try:
+            records.append((place, text if path.suffix == ".txt" else json.loads(text)))
+        except json.JSONDecodeError as error:
+            raise DFlowError(f"{place}: not valid JSON ({error})") from error
     return _as_prompts(records, source)
 
 

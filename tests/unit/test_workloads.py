@@ -63,13 +63,12 @@ def test_no_bundled_prompt_is_like_one_of_the_training_data():
         '["one"]',
         '{"chat": null}',
         "no",
-        b"\xff{}",
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path, content):
     """Bug: a text in a list's place taken as many prompts of one letter each, or an error that names no file."""
     path = tmp_path / "prompts.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content.encode())
     with pytest.raises(DFlowError, match=r'prompts\.json: expected .*\{"task": \["prompt", …\]\}'):
         read_prompts(path)
 
