@@ -57,6 +57,15 @@ LEARNING_CURVE = (
     "+ 1,500, block 4, with the causal correction",
     "+ 300, block 8",
 )
+FAMILIES_OF = ("5.24.0", "5.17.0")  # versions of transformers
+FAMILY_WAYS = {"block": "block", "batch of three": "batch", "tree": "tree"}
+FAMILY_VERDICTS = {
+    "exact": "equal to plain decoding",
+    "refused": "refused",
+    "not built": "not built tiny",
+    "FAILS": "plain decoding fails when tiny",
+    "DIFFERS": "another text",
+}
 LAB_CORPORA = ("airports", "characters", "source-code", "documentation")
 
 
@@ -75,6 +84,51 @@ def _greedy(name: str) -> dict[str, Any]:
 def strategies() -> str:
     """Every strategy of `hf-dflow bench run`."""
     return strategies_of(record("bench"))
+
+
+def families() -> str:
+    """Every causal language model class of the newest and the oldest supported transformers: what was decoded."""
+    newest, oldest = (
+        {family["name"]: family for family in record(f"families-{version}")["families"]} for version in FAMILIES_OF
+    )
+    headings = ("model type", *(f"{what}, {version}" for version in FAMILIES_OF for what in FAMILY_WAYS.values()))
+    rows = [
+        (f"`{name}`", *(_decoded(found.get(name), way) for found in (newest, oldest) for way in FAMILY_WAYS))
+        for name in sorted({*newest, *oldest})
+        if any(found.get(name, {}).get("decoded") for found in (newest, oldest))
+    ]
+    return markdown_table(headings, rows)
+
+
+def family_faults() -> str:
+    """Targets of which a part of the self-check did not pass."""
+    rows = []
+    for version in FAMILIES_OF:
+        for family in record(f"families-{version}")["families"]:
+            failed = {part: found for part, found in (family["measured"] or {}).items() if not found["passes"]}
+            for part, found in failed.items():
+                numbers = (
+                    [f"{found[name]:.2g}" for name in ("error", "control")] if "error" in found else ["raises", "–"]
+                )
+                without = (family["decoded"] or {}).get("block, were it not refused", "–")
+                rows.append((f"`{family['name']}`", version, part, *numbers, without if part == "block" else "–"))
+    return markdown_table(("model type", "transformers", "part", "error", "known fault's", "text if decoded"), rows)
+
+
+def family_counts() -> str:
+    """How many classes came out how."""
+    rows = []
+    for version in FAMILIES_OF:
+        found = [family["verdict"] for family in record(f"families-{version}")["families"]]
+        rows.append((version, str(len(found)), *(str(found.count(verdict)) for verdict in FAMILY_VERDICTS)))
+    return markdown_table(("transformers", "classes", *FAMILY_VERDICTS.values()), rows)
+
+
+def _decoded(family: dict[str, Any] | None, way: str) -> str:
+    if not family or not family["decoded"]:
+        return "–"
+    found = family["decoded"].get(way, "refused")
+    return f"{found}, row by row" if way == "batch of three" and found == "exact" and not family["together"] else found
 
 
 def strategies_of(bench: dict[str, Any]) -> str:
@@ -364,6 +418,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "gain-curve-correlations": gain_correlations,
     "rollback": rollback_ways,
     "headline": lambda: headline.as_markdown(headline.summarise(headline.read_record(headline.RECORD))),
+    "families": families,
+    "family-counts": family_counts,
+    "family-faults": family_faults,
 }
 
 

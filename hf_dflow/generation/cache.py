@@ -120,12 +120,19 @@ def fork(cache: Any) -> Any:
 
 
 def repeat_columns(cache: Cache, count: int) -> None:
-    """Make `cache`, of one row, longer by `count` columns: those that it holds, in random order."""
+    """Make `cache`, of one row, longer by `count` columns: those that it holds, in random order and each scaled a
+    little, as equal ones would tie where attention chooses some."""
+    generator = torch.Generator().manual_seed(0)
     for layer in _filled(cache) if count else []:
-        if layer.keys.numel():
-            picks = torch.randint(layer.keys.shape[2], (count,), generator=torch.Generator().manual_seed(0))
-            picks = picks.to(layer.keys.device)
-            layer.update(layer.keys[:, :, picks], layer.values[:, :, picks])
+        by_column = _by_column(layer)
+        if not by_column:
+            continue
+        picks = torch.randint(layer.keys.shape[2], (count,), generator=generator)
+        scales = 0.8 + 0.4 * torch.rand(count, 1, generator=generator)
+        more = {name: held[..., picks.to(held.device), :] * scales.to(held) for name, held in by_column.items()}
+        layer.update(more.pop("keys"), more.pop("values"))
+        for name, states in more.items():
+            setattr(layer, name, torch.cat([by_column[name], states], dim=-2))
 
 
 def with_holes(cache: Cache, places: list[int], width: int) -> Cache:
@@ -135,13 +142,23 @@ def with_holes(cache: Cache, places: list[int], width: int) -> Cache:
     """
     twin = fork(cache)
     for layer in _filled(twin):
-        for name, sign in (("keys", 1), ("values", -1)):
-            states = getattr(layer, name)
-            hole = sign * states[:, :, torch.arange(width, device=states.device) % states.shape[2]]
-            rows = [torch.cat([states[:, :, :at], hole, states[:, :, at:]], dim=2) for at in places]
-            setattr(layer, name, torch.cat(rows))
+        for name, held in _by_column(layer).items():
+            hole = held[..., torch.arange(width, device=held.device) % held.shape[-2], :]
+            hole = -hole if name == "values" else hole
+            states = torch.cat([torch.cat([held[..., :at, :], hole, held[..., at:, :]], dim=-2) for at in places])
+            kept = getattr(layer, "sliding_window", None) or states.shape[-2] + 1
+            setattr(layer, name, states[..., -kept + 1 :, :])
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length += width
     repeat_states(twin, len(places))
     return twin
+
+
+def _by_column(layer: Any) -> dict[str, torch.Tensor]:
+    """What a dynamic layer holds for each column: keys, values and, in sparse attention, by what columns are chosen."""
+    width = layer.keys.shape[2] if layer.keys.numel() else -1
+    tensors = {name: held for name, held in vars(layer).items() if isinstance(held, torch.Tensor) and held.ndim > 2}
+    return {name: held for name, held in tensors.items() if held.shape[-2] == width}
 
 
 def cached_batch_size(cache: Cache) -> int | None:

@@ -180,9 +180,12 @@ def check_measured(
     """
     batch_size = input_ids.shape[0]
     name, may_hold_holes = type(model).__name__, _compat.holds_holes(model, _compat.get_cache(model_kwargs))
-    check = check_of(model, input_ids.device, holes=batch_size > 1 and may_hold_holes, tree=has_tree)
+    mask = model_kwargs.get("attention_mask")
+    has_padding = mask is not None and not bool(mask.all())
+    holes = batch_size > 1 and may_hold_holes
+    check = check_of(model, input_ids.device, padding=has_padding, holes=holes, tree=has_tree)
     for part, tried in PARTS.items():
-        lacks = check.lacks(part)
+        lacks = check.lacks(part) if part != "padding" or has_padding else None
         # A call with inputs of its own, images and the like, may be all that the target computes.
         if lacks and not (part in check.failures and _has_own_inputs(model_kwargs)):
             raise UnsupportedGenerationError(
@@ -205,6 +208,7 @@ def check_measured(
 
 PARTS = {
     "block": "a block of tokens behind its cache as it computes them one by one",
+    "padding": "a block of tokens of a padded row as it computes them one by one",
     "rollback": "tokens behind a cache that rejected drafts were taken out of as if these had never been there",
 }
 

@@ -24,6 +24,7 @@ class TargetCheck:
     Args:
         block (`Comparison`, *optional*): A block behind a cache against single tokens.
         rollback (`Comparison`, *optional*): The next block, once rejected rows were taken out of the cache.
+        padding (`Comparison`, *optional*): A block against single tokens, in a row with padding before it.
         holes (`Comparison`, *optional*): Rows with masked holes against the same rows without.
         tree (`Comparison`, *optional*): A path of a tree against single tokens.
         state_shapes (`tuple`): Shapes of the hidden states of all layers, the embedding's first.
@@ -35,6 +36,7 @@ class TargetCheck:
 
     block: Comparison | None = None
     rollback: Comparison | None = None
+    padding: Comparison | None = None
     holes: Comparison | None = None
     tree: Comparison | None = None
     state_shapes: tuple[torch.Size, ...] = ()
@@ -45,7 +47,7 @@ class TargetCheck:
     seconds: float = 0.0
 
     def lacks(self, part: str) -> str | None:
-        """Why the target cannot do `part` ("block", "rollback", "holes" or "tree"); `None` where it can."""
+        """Why the target cannot do `part` ("block", "rollback", "padding", "holes" or "tree"); `None` where it can."""
         if part in self.failures:
             return f"it fails: {self.failures[part]}"
         measured = getattr(self, part)
@@ -67,6 +69,7 @@ class TargetCheck:
 PARTS = {
     "block": "a block equals single tokens",
     "rollback": "rejected drafts leave no trace",
+    "padding": "so do they behind padding",
     "holes": "rows of a batch keep their own pace",
     "tree": "a tree's path equals a chain",
 }
@@ -74,7 +77,12 @@ _CHECKED: WeakKeyDictionary[type, dict[tuple, TargetCheck]] = WeakKeyDictionary(
 
 
 def check_of(
-    model: PreTrainedModel, device: torch.device | None = None, *, holes: bool = False, tree: bool = False
+    model: PreTrainedModel,
+    device: torch.device | None = None,
+    *,
+    padding: bool = False,
+    holes: bool = False,
+    tree: bool = False,
 ) -> TargetCheck:
     """What `model` can do: a block always, holes and trees where they are asked for.
 
@@ -83,13 +91,15 @@ def check_of(
 
     Args:
         device (`torch.device`, *optional*, defaults to the model's): Where its inputs go.
+        padding (`bool`, *optional*, defaults to `False`): Measure a padded row, if `holes`, which include it, are not.
         holes (`bool`, *optional*, defaults to `False`): Measure whether masked holes change what follows.
         tree (`bool`, *optional*, defaults to `False`): Measure holes, and whether a path of a tree equals the chain.
     """
     device = device or model.device
     known, key = _CHECKED.setdefault(type(model), {}), _key(model, device)
     check = known.get(key, TargetCheck())
-    parts = ["block", *(["holes"] if holes or tree else []), *(["tree"] if tree else [])]
+    wanted = {"block": True, "padding": padding and not holes, "holes": holes or tree, "tree": tree}
+    parts = [part for part in wanted if wanted[part]]
     missing = [part for part in parts if getattr(check, part) is None and part not in check.failures]
     if not missing:
         return check
@@ -126,7 +136,12 @@ def _measure(model: PreTrainedModel, device: torch.device, check: TargetCheck, p
         if part == "block":
             continue
         try:
-            setattr(check, part, getattr(trial, part)())
+            if part == "padding":
+                padded = TargetTrial(model, device, is_padded=True)
+                check.padding = max(padded.block()[:2], key=lambda compared: compared.error - compared.limit)
+                check.num_forwards += padded.num_forwards
+            else:
+                setattr(check, part, getattr(trial, part)())
         except Exception as error:
             check.failures[part] = _in_words(error)
     check.num_forwards += trial.num_forwards

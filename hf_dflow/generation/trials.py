@@ -5,6 +5,7 @@ What a target computes there is compared with what it should equal, and with wha
 
 import contextlib
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ SIBLINGS = 12  # nodes of a tree which the path must not see
 MARGIN = 4  # columns past the largest window
 LARGEST_WINDOW = 8192  # columns that are made up at most
 SHARE = 0.1  # of a known fault's error that passes
-ROUNDING, LARGEST_ROUNDING = 8, 1000  # machine epsilons that always pass, and more than which never do in 32 bits
+ROUNDING, LARGEST_ROUNDING = 8, 1000  # machine epsilons that always pass, and up to which 32 bits are rounding
+LARGEST_NOISE = 30  # times what rounding does to one and the same block of two lengths
 
 
 @dataclass(frozen=True)
@@ -63,25 +65,30 @@ class TargetTrial:
     Args:
         model (`PreTrainedModel`): The target, which `untouched` keeps as it is.
         device (`torch.device`): Where its inputs go.
+        is_padded (`bool`, *optional*, defaults to `False`): Instead behind a few tokens and more padding than any
+            window.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device):
+    def __init__(self, model: PreTrainedModel, device: torch.device, *, is_padded: bool = False):
         self.model, self.device, self.num_forwards = model, device, 0
         self.unit = rounding_unit(model, device)
+        self._noise: float | None = None
         self.window = largest_window(model)
         self.limit = last_position(model)
         width = self.window + MARGIN if self.window else 0
-        self.hole = width or PROMPT
+        self.padding = max(width, 2 * PROMPT) if is_padded else 0
+        self.hole, self.columns = width or PROMPT, max(PROMPT, width)
         self._kwargs: dict[str, Any] = {"use_cache": True}
         if _compat.takes(model, "attention_mask"):
             self._kwargs["attention_mask"] = None
         self._positions: torch.Tensor | None = None
-        room = None if self.limit is None else self.limit - SIBLINGS - BLOCK
-        self.columns = max(PROMPT, width)
-        if room is not None and (has_position_table(model) or not _compat.takes(model, "position_ids")):
+        room = sys.maxsize if self.limit is None else self.limit - SIBLINGS - BLOCK
+        if has_position_table(model) or not _compat.takes(model, "position_ids"):
             self.columns = max(PROMPT, min(self.columns, room))
             self.hole = max(1, min(self.hole, room - self.columns))
-        self.start = self.columns if room is None else max(0, min(self.columns, room))
+            self.padding = max(0, min(self.padding, room - PROMPT))
+        self.columns = PROMPT + self.padding if is_padded else self.columns
+        self.start = PROMPT if is_padded else max(0, min(self.columns, room))
         self._ids = random_ids(model, self.columns + SIBLINGS + BLOCK + 1).to(self.device)
         self.tokens = self._ids[:, self.columns : self.columns + BLOCK]
         self.others = self._ids[:, self.columns + BLOCK :]
@@ -99,20 +106,22 @@ class TargetTrial:
         held = caches.fork(self.filled)
         caches.record_past(held)
         recurrent = RecurrentStates(self.model, held)
-        tokens = torch.cat([self.tokens[:, :KEPT], self.others[:, : BLOCK - KEPT]], dim=1)
-        outputs = self._forward(held, tokens, states=True, recurrent=recurrent)
-        fault = self._forward(self._empty_cache(), tokens, columns=0)
-        rows = self.singles[:, :KEPT]
+        self._block = torch.cat([self.tokens[:, :KEPT], self.others[:, : BLOCK - KEPT]], dim=1)
+        outputs = self._forward(held, self._block, states=True, recurrent=recurrent)
+        fault = self._forward(self._empty_cache(), self._block, columns=0, start=0).logits[:, -BLOCK:]
         self.reference = outputs.logits[:, -BLOCK:]
-        block = self._compare(self.reference[:, :KEPT], rows, fault.logits[:, -BLOCK:][:, :KEPT])
         caches.crop(held, BLOCK - KEPT)
         recurrent.advance([KEPT])
         again = torch.cat([self.tokens[:, KEPT : KEPT + 1], self.others[:, : BLOCK - 1]], dim=1)
         start, columns = self.start + KEPT, self.columns + KEPT
-        outputs_again = self._forward(held, again, columns=columns, start=start, recurrent=recurrent)
-        row = outputs_again.logits[:, -BLOCK:][:, :1]
-        error = distance(row, self.singles[:, KEPT:])
-        return block, Comparison(error, block.control, block.limit), outputs
+        later = self._forward(held, again, columns=columns, start=start, recurrent=recurrent).logits[:, -BLOCK:]
+        singles = self.singles[:, :KEPT]
+        control = distance(fault[:, :KEPT], singles)
+        return (
+            self._judge(distance(self.reference[:, :KEPT], singles), control),
+            self._judge(distance(later[:, :1], self.singles[:, KEPT:]), control),
+            outputs,
+        )
 
     def holes(self) -> Comparison:
         """A masked hole in the middle of a row, and before it as padding, against no hole. The fault: not masked."""
@@ -121,7 +130,7 @@ class TargetTrial:
         mask = torch.ones(2, self.columns + self.hole + 1, dtype=torch.long, device=self.device)
         for row, first in enumerate((at, 0)):
             mask[row, first : first + self.hole] = 0
-        tokens = torch.cat([self.tokens[:, :KEPT], self.others[:, : BLOCK - KEPT]], dim=1).expand(2, -1)
+        tokens = self._block.expand(2, -1)
         masked = self._forward(caches.fork(held), tokens, mask=mask).logits[:, -BLOCK:]
         fault = self._forward(held, tokens, mask=torch.ones_like(mask)).logits[:, -BLOCK:]
         holes = self._compare(masked, self.reference.expand(2, -1, -1), fault)
@@ -163,8 +172,23 @@ class TargetTrial:
         return self._compare(torch.cat([right, next_row], 1), expected, torch.cat([wrong, wrong[:, -1:]], 1))
 
     def _compare(self, tried: torch.Tensor, expected: torch.Tensor, fault: torch.Tensor) -> Comparison:
-        control = distance(fault, expected)
-        return Comparison(distance(tried, expected), control, limit_of(control, self.unit))
+        return self._judge(distance(tried, expected), distance(fault, expected))
+
+    def _judge(self, error: float, control: float) -> Comparison:
+        """What passes is a tenth of the known fault's error, and in 32 bits no more than rounding can explain."""
+        share, least = SHARE * control, ROUNDING * self.unit
+        if self.unit > 1e-5:
+            return Comparison(error, control, max(least, share))
+        most = LARGEST_ROUNDING * self.unit
+        if most < error <= share:  # some targets amplify rounding: by how much, a block of another length shows
+            most = max(most, LARGEST_NOISE * self._rounding_noise())
+        return Comparison(error, control, max(least, min(share, most)))
+
+    def _rounding_noise(self) -> float:
+        if self._noise is None:
+            shorter = self._forward(caches.fork(self.filled), self._block[:, : KEPT + 1]).logits[:, -KEPT - 1 :]
+            self._noise = distance(shorter, self.reference[:, : KEPT + 1])
+        return self._noise
 
     # -- forwards
 
@@ -178,6 +202,8 @@ class TargetTrial:
         """Run a few tokens, and repeat their columns up to the largest window."""
         held = self._empty_cache()
         self._prefill_of(held, self._ids[:, :PROMPT])
+        if self.padding:
+            return caches.with_holes(held, [0], self.padding)
         caches.repeat_columns(held, self.columns - PROMPT)
         return held
 
@@ -226,6 +252,8 @@ class TargetTrial:
         ids = tokens if mask is not None else torch.cat([self._ids[:, :columns], tokens], dim=1)
         if mask is not None:
             kwargs["attention_mask"] = mask
+        elif self.padding and columns:
+            kwargs["attention_mask"] = self._mask(columns + 1)
         if self._positions is not None:
             length = 1 if mask is not None else columns + 1
             offsets = torch.arange(length, device=self.device) - (length - 1) + start
@@ -245,6 +273,11 @@ class TargetTrial:
         with recurrent.forward(num_drafts + 1, is_recorded=columns > 0):
             return self._run(inputs)
 
+    def _mask(self, width: int) -> torch.Tensor:
+        mask = torch.ones(1, width, dtype=torch.long, device=self.device)
+        mask[:, : self.padding] = 0
+        return mask
+
     def _run(self, inputs: dict[str, Any]) -> Any:
         self.num_forwards += 1
         model: Any = self.model
@@ -256,12 +289,6 @@ def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
     logits, expected = logits.float(), expected.float().to(logits.device)
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     return float(((logits - expected).norm(dim=-1) / spread).max())
-
-
-def limit_of(control: float, unit: float) -> float:
-    """The largest error that is taken for rounding: a tenth of a known fault's, within what rounding can do."""
-    most = LARGEST_ROUNDING * unit if unit < 1e-5 else float("inf")
-    return max(ROUNDING * unit, min(SHARE * control, most))
 
 
 def rounding_unit(model: PreTrainedModel, device: torch.device) -> float:
@@ -301,6 +328,9 @@ def largest_window(model: PreTrainedModel) -> int:
     for module in kinds.values():
         named |= {f"{type(module).__name__}.{name}": value for name, value in vars(module).items()}
     sizes = [value for name, value in named.items() if type(value) is int and _is_window(name.rpartition(".")[2])]
+    blocks = [getattr(config, name) for name in vars(config) if name.endswith("_blocks") and "layer" not in name]
+    size = next((value for name, value in vars(config).items() if name.endswith("block_size")), None)
+    sizes += [blocks_each * size for blocks_each in blocks if type(blocks_each) is int and type(size) is int]
     return max((size for size in sizes if 0 < size <= LARGEST_WINDOW), default=0)
 
 

@@ -1,5 +1,6 @@
 """What a target can do is measured before it decodes: what it cannot is refused, or decoded row by row."""
 
+import families
 import kit
 import pytest
 import torch
@@ -113,6 +114,46 @@ def test_a_target_whose_blocks_differ_from_single_tokens_is_refused():
     with pytest.raises(UnsupportedGenerationError, match=r"a block of tokens.*differ by.*a known fault") as refusal:
         kit.dflow_greedy(target, kit.tiny_drafter(target, 8), PROMPTS[0], max_new_tokens=NEW_TOKENS)
     assert not calls and "\n" not in str(refusal.value)
+
+
+FAULTS = {"cpmant": "differ by", "moshi": "differ by", "xlm": "it fails"}  # what the refusal says
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_targets_that_contradict_themselves_are_refused(name):
+    """N28: another text than plain generate's for CPMAnt, Moshi past its window; a bare error of XLM."""
+    target = family_named(name)
+    with pytest.raises(UnsupportedGenerationError, match=f"random tokens.*{FAULTS[name]}"):
+        kit.dflow_greedy(target, kit.tiny_drafter(target, 8), PROMPTS[0], max_new_tokens=NEW_TOKENS)
+
+
+def test_padding_that_sparse_attention_counts_is_refused():
+    """N28: MiniMax-M3 chooses blocks of columns by position, so a padded row sees its drafts; a lone row is exact."""
+    target = family_named("minimax_m3_vl_text")
+    drafter = kit.scripted(kit.NudgedDrafter, target, PROMPTS[0], NEW_TOKENS)
+    output = kit.dflow_greedy(target, drafter, PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    assert output.sequences.equal(kit.plain_greedy(target, PROMPTS[0], NEW_TOKENS))
+    ids, mask = padded(PROMPTS)
+    with pytest.raises(UnsupportedGenerationError, match=r"of a padded row.*differ by"):
+        kit.dflow_greedy(target, drafter, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS)
+    with pytest.raises(UnsupportedGenerationError, match=r"of a padded row.*differ by"):
+        kit.dflow_greedy(target, drafter, ids[1:2], attention_mask=mask[1:2], max_new_tokens=NEW_TOKENS)
+
+
+def test_padded_rows_of_other_targets_decode():
+    """A refusal of sliding windows behind padding."""
+    target = kit.tiny_target("mistral_sliding")
+    ids, mask = padded(PROMPTS)
+    kit.dflow_greedy(target, kit.tiny_drafter(target, 8), ids, attention_mask=mask, max_new_tokens=4)
+    assert check_of(target, padding=True).padding.passes
+
+
+def family_named(name: str):
+    """A tiny model of a model type, which never says the mask token."""
+    config_class = next(found for found in families.MODEL_FOR_CAUSAL_LM_MAPPING if found.model_type == name)
+    target = families.build(config_class, families.MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
+    target.get_output_embeddings().weight[kit.MASK_TOKEN_ID] *= 0.01
+    return target
 
 
 class Raises(LlamaForCausalLM):
