@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from hf_dflow.bench.pairs import dtype_named
 from hf_dflow.bench.quantized_weights import quantization_of_config, quantized_bytes
 from hf_dflow.console import Presentation, Remark, ResultTable
 from hf_dflow.errors import DFlowError, PairMismatchError
+from hf_dflow.generation._compat import cache_argument
 from hf_dflow.generation.cache import MAX_HOLES, DraftCache
+from hf_dflow.generation.recurrent import is_recurrent
 from hf_dflow.model.configuration import DFlowDrafterConfig
 from hf_dflow.model.drafter import DFlowDrafter
 from hf_dflow.model.loading import read_drafter_config
@@ -69,13 +71,15 @@ class MemoryPlan:
     drafter_weights: int
     drafter_cache_row: int
     holes_row: int  # rejected columns of the target's cache
+    states_row: int  # of recurrent layers
+    rollback_row: int  # copies of these states, and what their mixers read in a block
     verification_buffers_row: int  # logits of a block, drafted and verified
     relay_buffers_row: int  # states of all layers of a block, tapped ones, relayed ones
     prefill_buffers_row: int  # states of all layers of the prompt, freed before the first block
 
     @property
     def plain_row(self) -> int:
-        return self.target_cache_row + self.plain_buffers_row
+        return self.target_cache_row + self.states_row + self.plain_buffers_row
 
     @property
     def drafting_fixed(self) -> int:
@@ -84,7 +88,8 @@ class MemoryPlan:
     @property
     def drafting_row(self) -> int:
         buffers = max(self.prefill_buffers_row, self.verification_buffers_row + self.relay_buffers_row)
-        return self.target_cache_row + self.holes_row + self.drafter_cache_row + buffers
+        cached = self.target_cache_row + self.holes_row + self.states_row + self.rollback_row
+        return cached + self.drafter_cache_row + buffers
 
     def largest_batch(self, available: float) -> dict[str, int]:
         """How many sequences fit into `available` bytes, with the drafter and without; 0 if the weights do not fit."""
@@ -106,7 +111,12 @@ def make_plan(target: PreTrainedConfig, drafter: DFlowDrafterConfig, load: Load)
         )
     drafts, taps = drafter.drafts_per_block, len(drafter.target_layer_ids)
     prompt_len = load.prompt_len or max(1, load.max_model_len // 2)
-    cache = cache_bytes(text, load.max_model_len + drafts, size, load.tensor_parallel_size)
+    tokens = load.max_model_len + drafts
+    if recurrent := is_recurrent_config(text):
+        held = recurrent_cache(text, dtype, load.tensor_parallel_size)
+    else:
+        held = RecurrentCache(0, 0, 0)
+    cache = held.column * tokens if recurrent else cache_bytes(text, tokens, size, load.tensor_parallel_size)
     # Probabilities are computed in float32 or wider. Of each logit there are: the raw one where that is narrower, the
     # converted one, and when sampling in torch its probability.
     law_size = max(size, 4)
@@ -121,6 +131,8 @@ def make_plan(target: PreTrainedConfig, drafter: DFlowDrafterConfig, load: Load)
         drafter_weights=drafter_bytes(drafter, dtype, load.draft_tensor_parallel_size),
         drafter_cache_row=2 * drafter.num_hidden_layers * heads * drafter.head_dim * size * columns,
         holes_row=math.ceil(cache * MAX_HOLES / (1 - MAX_HOLES)) if load.has_holes else 0,
+        states_row=held.states,
+        rollback_row=held.states + held.num_layers * (drafts + 1) * hidden * size,
         verification_buffers_row=vocab * ((raw + converted) * (drafts + 1) + converted * drafts),
         relay_buffers_row=(drafts + 1) * states + (drafts * size * taps * hidden if drafter.use_relay else 0),
         prefill_buffers_row=prompt_len * states,
@@ -155,6 +167,58 @@ def cache_bytes(text: Any, tokens: int, size: int, gpus: int = 1) -> int:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     column = 2 * _heads_per_gpu(heads, gpus) * head_dim * size
     return sum(column * min(tokens, longest[layer_type]) for layer_type in layer_types)
+
+
+@dataclass(frozen=True)
+class RecurrentCache:
+    """What the cache of a target with recurrent layers holds of one sequence, in bytes on one GPU."""
+
+    num_layers: int  # that are recurrent
+    states: int  # of these layers, however long the sequence is
+    column: int  # keys and values of a token
+
+
+def is_recurrent_config(text: Any) -> bool:
+    """Whether a target of this text configuration has recurrent layers."""
+    return any(map(is_recurrent, DynamicCache(config=text).layers))
+
+
+def recurrent_cache(text: Any, dtype: torch.dtype, gpus: int = 1) -> RecurrentCache:
+    """What a target with recurrent layers caches: a forward over two tokens without any numbers shows it.
+
+    Args:
+        text (`PreTrainedConfig`): The text part of a target's configuration.
+    """
+    cache = DynamicCache(config=text)
+    layers: list[Any] = cache.layers
+    if any(getattr(layer, "is_sliding", False) for layer in layers):
+        raise DFlowError(
+            f"{text.model_type} has recurrent layers beside sliding windows, which this plan cannot count; measure it"
+        )
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(text, dtype=dtype)
+            named: Any = {cache_argument(model): cache}
+            model(torch.zeros(1, 2, dtype=torch.long), use_cache=True, **named)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise DFlowError(
+            f"the cache of {text.model_type} cannot be counted without weights ({str(error).splitlines()[0]}); "
+            "measure it"
+        ) from error
+    recurrent = [layer for layer in layers if is_recurrent(layer)]
+    states = sum(
+        math.ceil(state.nbytes / gpus)
+        for layer in recurrent
+        for state in (*layer.conv_states.values(), *layer.recurrent_states.values())
+        if state is not None
+    )
+    if not states:
+        raise DFlowError(
+            f"the recurrent layers of {text.model_type} keep their states outside of its cache; measure it"
+        )
+    keyed = [layer for layer in layers if getattr(layer, "keys", None) is not None]
+    columns = [2 * _heads_per_gpu(layer.keys.shape[1], gpus) * layer.keys[0, 0, 0].nbytes for layer in keyed]
+    return RecurrentCache(len(recurrent), states, sum(columns))
 
 
 def _cached_heads(text: Any) -> int:
@@ -232,12 +296,18 @@ def present(record: dict[str, Any]) -> Presentation:
     blocks = [
         ("target: weights, cache", count["target_weights"], count["target_cache_row"]),
         ("drafter: weights, cache", count["drafter_weights"], count["drafter_cache_row"]),
+        ("states of recurrent layers", 0, count["states_row"]),
+        ("… their copies, and what advances them", 0, count["rollback_row"]),
         ("rejected columns of the target's cache, at most", 0, count["holes_row"]),
         ("verification: logits of a block", 0, count["verification_buffers_row"]),
         ("relay and context features: states of target layers", 0, count["relay_buffers_row"]),
         ("… of the prompt, before the first block", 0, count["prefill_buffers_row"]),
     ]
-    rows = [[name, in_units(fixed), in_units(each)] for name, fixed, each in blocks]
+    rows = [
+        [name, in_units(fixed), in_units(each)]
+        for name, fixed, each in blocks
+        if fixed or each or "recurrent" not in name
+    ]
     remarks = [
         Remark(
             f"{in_units(record['available_bytes'])} to use: at most {largest['plain']} sequences without the drafter, "

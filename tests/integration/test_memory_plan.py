@@ -5,7 +5,8 @@ import json
 
 import pytest
 import torch
-from kit import FAMILIES, tiny_drafter, tiny_target
+from hybrids import hybrid
+from kit import FAMILIES, cache_of, tiny_drafter, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
@@ -297,3 +298,22 @@ def test_unknown_storage_is_refused(given):
     config.quantization_config = given
     with pytest.raises(DFlowError, match=r"[Mm]easure it"):
         target_bytes(config, torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2", "zamba2", "mamba2"])
+def test_recurrent_states_are_counted(family):
+    """States left out, counted once for each token, or in the weights' dtype where they are kept in another."""
+    target = hybrid(family, attention="eager")
+    drafter = tiny_drafter(target, 8).config
+    plan = make_plan(target.config, drafter, Load(max_model_len=40, dtype="float32", has_holes=False))
+    output = target.generate(torch.ones(1, 10, dtype=torch.long), max_new_tokens=2, return_dict_in_generate=True)
+    held = cache_of(output)
+    tensors = [state for layer in held.layers for state in getattr(layer, "conv_states", {}).values()]
+    tensors += [state for layer in held.layers for state in getattr(layer, "recurrent_states", {}).values()]
+    assert plan.states_row == sum(state.nbytes for state in tensors if state is not None) > 0
+    assert plan.rollback_row > plan.states_row
+    keyed = [layer for layer in held.layers if getattr(layer, "keys", None) is not None]
+    columns = sum(layer.keys.nbytes + layer.values.nbytes for layer in keyed) // 11
+    assert plan.target_cache_row == columns * (40 + drafter.drafts_per_block)
+    narrow = make_plan(target.config, drafter, Load(max_model_len=40, dtype="bfloat16", has_holes=False))
+    assert plan.states_row / 2 <= narrow.states_row < plan.states_row
