@@ -150,9 +150,9 @@ class BlockLoop:
     def run(self) -> None:
         """Decode. The cache, which may be the caller's, holds committed tokens only afterwards, also after an error."""
         if self.target.cached_rows:
-            logger.warning(
-                f"The target cache already holds {self.target.cached_rows} tokens; their states are gone, so drafting "
-                "starts with the context that is computed from here on."
+            logger.warning_once(  # without the number, so that the turns of a conversation do not repeat it
+                "The target cache already holds tokens; their states are gone, so drafting starts with the context "
+                "that is computed from here on."
             )
         try:
             while self.state.rows:
