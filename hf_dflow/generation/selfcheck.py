@@ -142,6 +142,8 @@ def _measure(model: PreTrainedModel, device: torch.device, check: TargetCheck, p
                 check.num_forwards += padded.num_forwards
             else:
                 setattr(check, part, getattr(trial, part)())
+        except UnsupportedGenerationError as error:
+            check.failures[part] = str(error)
         except Exception as error:
             check.failures[part] = _in_words(error)
     check.num_forwards += trial.num_forwards

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
+from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation import _compat
 from hf_dflow.generation import cache as caches
 from hf_dflow.generation.recurrent import RecurrentStates
@@ -149,6 +150,8 @@ class TargetTrial:
 
     def tree(self) -> Comparison:
         """A path of a tree against single tokens. The fault: nodes that see their siblings."""
+        if RecurrentStates(self.model, self.filled):
+            raise UnsupportedGenerationError("its recurrent layers hold one state for all paths")
         siblings = self.others[0, :SIBLINGS].tolist()
         path = self.tokens[0, 1 : KEPT + 1].tolist()
         nodes = [SIBLINGS + 1 + i for i in range(len(path))]
