@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_dflow import DFlowDrafter, UnsupportedGenerationError
 from hf_dflow.errors import DFlowError
-from hf_dflow.generation.checks import can_hold_holes
+from hf_dflow.generation.checks import can_hold_holes, can_hold_trees
 from hf_dflow.generation.selfcheck import PARTS, check_of
 
 WINDOW = 8
@@ -191,7 +191,7 @@ def examine(config_class, model_class) -> Family:
 def measure(model: PreTrainedModel, family: Family) -> None:
     """Note what the self-check finds."""
     has_full_attention = can_hold_holes(model)
-    check = check_of(model, holes=has_full_attention, tree=has_full_attention)
+    check = check_of(model, holes=has_full_attention, tree=can_hold_trees(model))
     family.window, family.measured = check.window, {}
     for part in PARTS:
         comparison = getattr(check, part)

@@ -64,7 +64,7 @@ def check(
     from hf_dflow.bench.conditions import run_conditions
     from hf_dflow.bench.lossless import FAULT, compare_with_plain
     from hf_dflow.bench.workloads import DEMO, read_prompts
-    from hf_dflow.generation.checks import can_hold_holes
+    from hf_dflow.generation.checks import can_hold_holes, can_hold_trees
     from hf_dflow.generation.pair import check_pair
     from hf_dflow.generation.selfcheck import check_of
 
@@ -72,7 +72,7 @@ def check(
     pair = pair_options.load()
     check_pair(pair.target, pair.drafter, pair.tokenizer, pair.chat_mode)
     has_full_attention = can_hold_holes(pair.target)
-    self_check = str(check_of(pair.target, holes=has_full_attention, tree=has_full_attention))
+    self_check = str(check_of(pair.target, holes=has_full_attention, tree=can_hold_trees(pair.target)))
     to_stderr = json_path == STDOUT
     say(self_check, err=to_stderr)
     if not has_full_attention:

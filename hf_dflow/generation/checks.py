@@ -167,6 +167,12 @@ def can_hold_holes(model: PreTrainedModel) -> bool:
     return _compat.holds_holes(model, DynamicCache(config=model.config.get_text_config()))
 
 
+def can_hold_trees(model: PreTrainedModel) -> bool:
+    """Whether nothing that is known of `model` keeps it from verifying a tree on a dynamic cache."""
+    held = DynamicCache(config=model.config.get_text_config())
+    return _compat.holds_holes(model, held) and not cache.has_recurrent(held)
+
+
 def check_measured(
     model: PreTrainedModel, drafter: DFlowDrafter, input_ids: torch.Tensor, model_kwargs: dict, *, has_tree: bool
 ) -> str | None:
