@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments import gain_curve, headline, recount
+from experiments import gain_curve, headline, hybrid_targets, recount
 from experiments.common import RESULTS, markdown_table, read_json, with_interval
 from experiments.lab import report as lab
 from experiments.lab.variants import VARIANTS
@@ -395,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampled": sampled,
     "classic-baseline": classic_baseline,
     "learning-curve": learning_curve,
+    "hybrid-targets": lambda: hybrid_targets.table_of(record("hybrid-targets")),
     "servers": servers,
     "recounted": recount.changes_table,
     "decisions-tree": partial(decisions, "tree"),

@@ -16,7 +16,7 @@ from hf_dflow.errors import DFlowError
 from hf_dflow.generation._compat import cache_argument, capture_features
 from hf_dflow.generation.recurrent import clamping_mixers, steps_of_any_size
 from hf_dflow.training.data import TrainingRow
-from hf_dflow.training.frozen_target import describe_target
+from hf_dflow.training.frozen_target import describe_target, inner_model
 
 ROWS_PER_SHARD = 64
 OPEN_SHARDS = 64  # a process may open about a thousand files
@@ -100,7 +100,7 @@ class LiveFeatures:
         clamping = clamping_mixers(self.target) if row.prompt_length else []
         if not clamping:
             return [self.target(token_ids, use_cache=False, **options)]
-        held = {cache_argument(self.target): DynamicCache(config=self.target.config.get_text_config())}
+        held = {cache_argument(inner_model(self.target)): DynamicCache(config=self.target.config.get_text_config())}
         prompt = self.target(token_ids[:, : row.prompt_length], use_cache=True, **held, **options)
         with steps_of_any_size(clamping):
             return [prompt, self.target(token_ids[:, row.prompt_length :], use_cache=True, **held, **options)]

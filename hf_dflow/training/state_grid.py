@@ -145,7 +145,7 @@ class StateGrid:
                 position_ids=(places if limit is None else places.clamp(max=limit - 1)).expand_as(token_ids),
                 output_hidden_states=True,
                 use_cache=True,
-                **{cache_argument(self.target): cache},
+                **{cache_argument(inner_model(self.target)): cache},
             ).hidden_states
 
     # -- blocks

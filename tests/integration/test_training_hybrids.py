@@ -70,7 +70,7 @@ def token_by_token(target, sequences: Sequences, row: int, position: int, propos
                 position_ids=torch.tensor([[place]]),
                 output_hidden_states=True,
                 use_cache=True,
-                **{cache_argument(target): cache},
+                **{cache_argument(inner_model(target)): cache},
             )
             states.append(output.hidden_states)
     features = [torch.cat([state[layer + 1][0] for state in states]) for layer in LAYERS]
@@ -129,6 +129,23 @@ def test_answers_are_computed_as_in_decoding_where_prompts_are_not(family):
     assert len(found.teacher(0).ids) == len(row.token_ids)
     as_prompt = LiveFeatures([replace(row, prompt_length=0)], target, LAYERS)[0]
     assert (as_prompt - expected).norm() / expected.norm() > 10 * TOLERANCE, "the control"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_a_hybrid_with_an_adapter_is_the_adapted_one(family):
+    """Catches: a cache that the adapter's wrapper passes on under another name, so that no state is read."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    base = copy.deepcopy(hybrid(family))
+    adapted = peft.get_peft_model(base, config).eval().requires_grad_(False)
+    assert max(deviations(adapted, rows())) < TOLERANCE
+    row = TrainingRow(list(range(1, 20)), 6, "", 0.0)
+    found, of_base = (LiveFeatures([row], one, LAYERS)[0] for one in (adapted, hybrid(family)))
+    states = adapted(torch.tensor([row.token_ids]), output_hidden_states=True).hidden_states
+    expected = torch.cat([states[layer + 1][0] for layer in LAYERS], dim=-1)
+    assert (found - expected).norm() / expected.norm() < 10 * TOLERANCE
+    assert (of_base - expected).norm() / expected.norm() > 30 * TOLERANCE
 
 
 def test_a_multimodal_hybrid_is_trained_on_text():
