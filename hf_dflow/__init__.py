@@ -18,6 +18,11 @@ def _install_flag(_) -> None:
     import_module("hf_dflow.generation.strategy")  # which installs itself
 
 
+@wrapt.when_imported("transformers.utils.hub")
+def _name_folders_of_bundled_drafters(hub) -> None:
+    hub.cached_files = import_module("hf_dflow.checkpoints.names").refuse_bundled_names(hub.cached_files)
+
+
 @wrapt.when_imported("transformers.models.auto.configuration_auto")
 def _register_configuration(_) -> None:
     import_module("hf_dflow.model.configuration")  # which registers itself

@@ -1,4 +1,5 @@
 from ._version import __version__
+from .checkpoints.targets import tokenizer_fingerprint
 from .errors import (
     DFlowError,
     DrafterConfigError,
@@ -12,7 +13,7 @@ from .generation.configuration import DFlowGenerationConfig
 from .generation.decoder import DFlowDecoder
 from .generation.mixture import StaleMixture
 from .generation.output import GenerateDFlowOutput
-from .generation.pair import check_pair, record_target, tokenizer_fingerprint
+from .generation.pair import check_pair, record_target
 from .generation.policy.monitor import AcceptanceMonitor, MonitorSettings, StepTimes
 from .generation.statistics import AcceptanceStatistics
 from .generation.step import VerifierFeedback

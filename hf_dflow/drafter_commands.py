@@ -22,17 +22,21 @@ from hf_dflow.console import (
 )
 from hf_dflow.text import read_text
 
+DrafterArgument = Annotated[str, typer.Argument(help="Folder, Hub name, or name of a bundled drafter.")]
+
 
 def drafters(
-    target: Annotated[str | None, typer.Option(help="Only the drafters of this target, by its Hub name.")] = None,
+    target: Annotated[str | None, typer.Option(help="Only the drafters of this target: Hub name or folder.")] = None,
     json_path: JsonOption = None,
 ) -> None:
     """List the drafters that `for_target` knows; any other is loaded by its own name."""
-    from hf_dflow.checkpoints.names import TABLE, drafter_for, drafters_for
+    from hf_dflow.checkpoints.names import TABLE, drafters_for
 
+    listed = list(TABLE)
     if target is not None:
-        drafter_for(target)  # raises where there is none, and names similar targets
-    listed = list(TABLE if target is None else drafters_for(target))
+        from hf_dflow.checkpoints.targets import listed_drafter
+
+        listed = drafters_for(listed_drafter(target).target)  # raises where there is none, and names similar targets
     rows = [
         [
             row.name,
@@ -49,12 +53,14 @@ def drafters(
     write_json(json_path, {"drafters": [asdict(row) for row in listed]})
 
 
-def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")], json_path: JsonOption = None) -> None:
+def info(drafter: DrafterArgument, json_path: JsonOption = None) -> None:
     """Show what a drafter was made for."""
+    from hf_dflow.checkpoints.names import TABLE
     from hf_dflow.model.drafter import DFlowDrafter
 
     model = DFlowDrafter.from_pretrained(drafter)
     config = model.config
+    listed = next((row for row in TABLE if row.name == drafter), None)  # its configuration goes before
     table = Table("property", "value")
     width, candidates = config.correction_intermediate_size, config.correction_top_k
     relay_is_active = model.relay is not None and bool(model.relay.down_proj.weight.any())
@@ -67,8 +73,8 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")], js
         "target": f"hidden size {config.target_hidden_size}, {config.num_target_layers or 'any number of'} layers",
         "tapped target layers": ", ".join(map(str, config.target_layer_ids)),
         "mask token id": str(config.mask_token_id),
-        "made for": config.target_name or "not recorded",
-        "chat mode": config.chat_mode or "not recorded",
+        "made for": config.target_name or (listed and listed.target) or "not recorded",
+        "chat mode": config.chat_mode or (listed and listed.chat_mode) or "not recorded",
         "tokenizer fingerprint": config.tokenizer_fingerprint or "not recorded",
         "recorded defaults": json.dumps(config.generation_defaults or {}),
         "fitted decisions": ", ".join(config.fitted_decisions or {}) or "none",
@@ -80,7 +86,7 @@ def info(drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")], js
 
 
 def export(
-    drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")],
+    drafter: DrafterArgument,
     output: Annotated[Path, typer.Argument(help="A folder that is new or empty.")],
     to: Annotated[str, typer.Option("--to", help="dflash (z-lab) or speculators (vLLM).")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the drafter.")] = None,
@@ -149,7 +155,7 @@ def card_check(path: Annotated[Path, typer.Argument(help="A card, or a folder wi
 
 @card.command("new")
 def card_new(
-    drafter: Annotated[str, typer.Argument(help="Folder or Hub name.")],
+    drafter: DrafterArgument,
     repository: Annotated[str | None, typer.Option(help="Where it will be published.")] = None,
     licence: Annotated[str | None, typer.Option("--license", help="E.g. apache-2.0.")] = None,
 ) -> None:

@@ -111,7 +111,10 @@ def probe(
 
 
 def calibrate(
-    drafter: Annotated[Path, typer.Argument(help="Folder of a drafter saved by this package; its config changes.")],
+    drafter: Annotated[
+        Path,
+        typer.Argument(help="Folder of a drafter saved by this package, or a bundled one's name; its config changes."),
+    ],
     target: TargetOption = None,
     bundled: Annotated[
         bool, typer.Option("--bundled", help="Bundled prompts of six tasks, on which nothing is measured; the default.")
@@ -131,7 +134,11 @@ def calibrate(
     from hf_dflow.bench import calibrate as bench
     from hf_dflow.bench.conditions import run_conditions
     from hf_dflow.bench.workloads import FITTING, chosen_prompts, read_prompts, tasks_in_turn
+    from hf_dflow.checkpoints.names import resolve, similar_drafters, unknown_drafter
 
+    if similar := similar_drafters(str(drafter)):
+        raise DFlowError(unknown_drafter(str(drafter), similar))
+    drafter = Path(resolve(drafter))
     bench.own_config(drafter)
     if not dry_run:
         writable(drafter / bench.CONFIG)

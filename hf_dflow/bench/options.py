@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_dflow.bench.tiny import TINY_DRAFTER, TINY_PROMPTS, TINY_TARGET
-from hf_dflow.checkpoints.names import check_name
+from hf_dflow.checkpoints.names import check_drafter_name, check_name
 from hf_dflow.console import ThreadsOption, use_threads
 from hf_dflow.errors import DFlowError
 
@@ -52,8 +52,10 @@ class PairOptions:
         names = [name for name in (self.target, self.drafter) if name]
         if self.tiny and names:
             raise DFlowError("--tiny brings its own target and drafter; leave --target and --drafter out")
-        for name in names:
-            check_name(name)
+        if self.target:
+            check_name(self.target)
+        if self.drafter:
+            check_drafter_name(self.drafter)
 
     @property
     def own_prompts(self) -> Path | None:

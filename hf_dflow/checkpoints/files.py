@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub import HfApi
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from hf_dflow.checkpoints.layout import StoredTensor
-from hf_dflow.checkpoints.names import check_name
+from hf_dflow.checkpoints.names import check_drafter_name, similar_drafters, unknown_drafter
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
 
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder")
+LONGEST_ANSWER = 10.0  # seconds, of the Hub
 LONGEST_JSON = 16 * 2**20  # bytes; the index of a thousand shards is far smaller
 OWN_PARTS_FILE = "hf_dflow/parts.safetensors"  # of an exported drafter: its relay and causal correction
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
@@ -33,7 +35,8 @@ def read_config(source: str, hub_options: Mapping[str, Any]) -> tuple[dict[str, 
         [`DrafterConfigError`]: No config.json, or one that is no JSON object.
         `OSError`: No such folder or repository, no access, or no network.
     """
-    check_name(source)
+    check_drafter_name(source)
+    _refuse_misspelt(source, hub_options)
     try:
         file = cached_file(source, "config.json", **hub_options)
     except OSError as error:
@@ -54,6 +57,41 @@ def read_config(source: str, hub_options: Mapping[str, Any]) -> tuple[dict[str, 
     if not isinstance(raw, dict):
         raise DrafterConfigError(f"{source}/config.json: not a JSON object.")
     return raw, extract_commit_hash(file, None)
+
+
+def _refuse_misspelt(source: str, hub_options: Mapping[str, Any]) -> None:
+    """Ask once whether `source` is there where a known drafter's name is nearly the same; others may have named theirs
+    like it.
+
+    transformers repeats its question for most of a minute before it says that a name is wrong.
+
+    Raises:
+        `OSError`: Naming the drafters that are nearest.
+    """
+    similar = similar_drafters(source)
+    if not similar or _is_cached(source, hub_options):
+        return
+    if hub_options.get("local_files_only"):
+        raise OSError(unknown_drafter(source, similar, ", nor is such a repository in the cache"))
+    try:
+        HfApi().model_info(source, revision=None, timeout=LONGEST_ANSWER, token=hub_options.get("token"))
+    except RepositoryNotFoundError as error:
+        raise OSError(unknown_drafter(source, similar, ", nor such a repository, unless it is private")) from error
+    except HfHubHTTPError:  # the Hub has something else to say, and transformers passes it on
+        return
+    except Exception as error:  # whichever of its clients' errors says that there is no connection
+        reason = f", and the Hub cannot be asked ({error})"
+        raise OSError(unknown_drafter(source, similar, reason)) from error
+
+
+def _is_cached(source: str, hub_options: Mapping[str, Any]) -> bool:
+    try:
+        return (
+            cached_file(source, "config.json", **{**hub_options, "local_files_only": True, "force_download": False})
+            is not None
+        )
+    except OSError:
+        return False
 
 
 def read_json(file: str | os.PathLike) -> Any:

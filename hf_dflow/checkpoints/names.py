@@ -1,14 +1,15 @@
 """Drafters by name: those bundled with the package, and a table of those that others have published."""
 
 import difflib
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_dflow.errors import UnknownDrafterError
 
-NEAR = 0.8  # similarity from which a name is taken for a misspelt one
 FOLDER = Path(__file__).parents[1] / "drafters"
 
 
@@ -71,6 +72,9 @@ TABLE = (
     ),
 )
 
+KNOWN = tuple(row.name for row in TABLE)
+NEAR = 0.8  # difflib's ratio; of a name of 20 characters, four may be wrong
+
 
 def resolve(name: Any) -> str:
     """The folder or repository to load for `name`: a bundled drafter's folder, else `name` itself."""
@@ -90,11 +94,6 @@ def check_name(name: Any) -> None:
     name = os.fspath(name)
     if name in BUNDLED or os.path.isdir(name):
         return
-    known = {row.name.rpartition("/")[2]: row.name for row in TABLE}
-    if "/" not in name and (near := difflib.get_close_matches(name, known, n=1, cutoff=NEAR)):  # no drafter lacks owner
-        raise OSError(
-            f"{name}: there is no such folder, and no bundled drafter of that name. Did you mean {known[near[0]]}?"
-        )
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -105,24 +104,74 @@ def check_name(name: Any) -> None:
         ) from error
 
 
+def check_drafter_name(name: Any) -> None:
+    """The same for a drafter's name, without an owner where a known drafter's is meant: the Hub has none without one.
+
+    Raises:
+        `OSError`: Naming the drafters that are nearest.
+    """
+    check_name(name)
+    name = os.fspath(name)
+    if "/" not in name and (similar := similar_drafters(name)):
+        raise OSError(unknown_drafter(name, similar))
+
+
+def similar_drafters(name: str) -> list[str]:
+    """Known drafters whose name is nearly `name`, the nearest first; none where `name` is known, or a folder."""
+    if os.path.isdir(name) or name in KNOWN:
+        return []
+    # Case is the first thing to be mistyped. Without an owner, only the names proper are compared.
+    spelt = {(known if "/" in name else known.rsplit("/")[-1]).casefold(): known for known in KNOWN}
+    return [spelt[key] for key in difflib.get_close_matches(name.casefold(), spelt, n=3, cutoff=NEAR)]
+
+
+def unknown_drafter(name: str, similar: list[str], reason: str = "") -> str:
+    """The message of an error: `name` is no drafter, but `similar` ones are."""
+    nearest, *others = similar
+    others_too = f" (or {', '.join(others)})" if others else ""
+    return (
+        f"{name}: there is no such folder here and no known drafter of that name{reason}. Did you mean "
+        f"{nearest}{others_too}? `hf-dflow drafters` lists them all; a folder is given by its path."
+    )
+
+
+def refuse_bundled_names(cached_files: Callable) -> Callable:
+    """transformers' search for files, which tells its caller the folder where it is asked for a bundled drafter's name.
+
+    Its own loaders know no such name and ask the Hub for it, for most of a minute where there is no network.
+    """
+
+    @functools.wraps(cached_files)
+    def with_folders_named(path_or_repo_id, *args, **kwargs):
+        name = path_or_repo_id
+        if isinstance(name, str) and name in BUNDLED and not os.path.isdir(name):
+            raise OSError(
+                f"{name} is a drafter that comes with hf_dflow, and only DFlowDrafter.from_pretrained({name!r}) takes "
+                f"that name: pass its folder, {str(BUNDLED[name])!r}, to transformers' own loaders, and to a pipeline "
+                "the loaded drafter."
+            )
+        return cached_files(path_or_repo_id, *args, **kwargs)
+
+    return with_folders_named
+
+
 def drafters_for(target: str) -> list[Drafter]:
     """The rows of the table for a target's name, whatever its case; the bundled first."""
     return [row for row in TABLE if row.target.casefold() == target.casefold()]
 
 
-def drafter_for(target: Any) -> Drafter:
-    """The first row of the table for `target`, a name or a loaded model.
+def drafter_for(target: str | None) -> Drafter:
+    """The first row of the table for a target's name.
 
     Raises:
         [`UnknownDrafterError`]: The table has none.
     """
-    name = target if isinstance(target, str) else getattr(getattr(target, "config", None), "_name_or_path", None)
-    rows = drafters_for(name) if name else []
+    rows = drafters_for(target) if target else []
     if rows:
         return rows[0]
-    similar = difflib.get_close_matches(str(name), sorted({row.target for row in TABLE}), n=3, cutoff=0.75)
+    similar = difflib.get_close_matches(str(target), sorted({row.target for row in TABLE}), n=3, cutoff=0.75)
     hint = f" Similar names: {', '.join(similar)}; a drafter serves its own target only." if similar else ""
     raise UnknownDrafterError(
-        f"no drafter is listed for the target {name!r}.{hint} `hf-dflow drafters` lists those known; any other is "
+        f"no drafter is listed for the target {target!r}.{hint} `hf-dflow drafters` lists those known; any other is "
         "loaded by its own name with DFlowDrafter.from_pretrained."
     )

@@ -1,7 +1,5 @@
 """Whether target and drafter belong together: what cannot work is refused, what is only slow is warned about."""
 
-import hashlib
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_dflow.checkpoints.targets import tokenizer_fingerprint
 from hf_dflow.errors import PairMismatchError
 from hf_dflow.generation import _compat
 from hf_dflow.logs import get_logger
@@ -146,12 +145,6 @@ def _tokenizer_in(given: Any) -> Any:
     """The tokenizer of a processor, which holds one beside others; `None` for what has no vocabulary to compare."""
     tokenizer = getattr(given, "tokenizer", given)
     return tokenizer if hasattr(tokenizer, "get_vocab") else None
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A short digest of a tokenizer's tokens and their ids; equal digests give every id the same meaning."""
-    tokens = sorted((int(token_id), token) for token, token_id in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
 def tokenizer_sample(tokenizer: Any) -> dict[str, int]:

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from hf_dflow.checkpoints.files import HUB_OPTIONS, read_config, stored_tensors
 from hf_dflow.checkpoints.layout import OwnLayout, StoredTensor
-from hf_dflow.checkpoints.names import drafter_for, resolve
+from hf_dflow.checkpoints.names import resolve
 from hf_dflow.checkpoints.reader import Checkpoint, layout_of, read_checkpoint, read_fields
+from hf_dflow.checkpoints.targets import listed_drafter
 from hf_dflow.errors import DrafterConfigError, DrafterWeightsError
 from hf_dflow.model.configuration import REMOVED, DFlowDrafterConfig
 
@@ -90,17 +91,21 @@ class LoadableDrafter(PreTrainedModel):
         return (drafter, report) if output_loading_info else drafter
 
     @classmethod
-    def for_target(cls, target: Any, **kwargs):
+    def for_target(cls, target: Any, *, tokenizer: Any = None, **kwargs):
         """Load the drafter that is listed for a target.
 
+        A target in a folder is known by its place in the Hub's cache; else by its sizes and its tokenizer, if its
+        drafter is bundled, or by its folder's name. A warning then says which target it was taken for.
+
         Args:
-            target (`str` or `PreTrainedModel`): The target, or its name.
+            target (`str`, `Path` or `PreTrainedModel`): The target, its name, or its folder.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's; by default the one in its folder.
             kwargs: As in `from_pretrained`.
 
         Raises:
             [`UnknownDrafterError`]: None is listed; `hf-dflow drafters` shows those that are.
         """
-        return cls.from_pretrained(drafter_for(target).name, **kwargs)
+        return cls.from_pretrained(listed_drafter(target, tokenizer).name, **kwargs)
 
 
 def read_drafter_config(source: str | os.PathLike) -> DFlowDrafterConfig:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hf_dflow.checkpoints.names import check_name
+from hf_dflow.checkpoints.names import check_drafter_name, check_name
 from hf_dflow.console import ThreadsOption, say, use_threads
 from hf_dflow.errors import DFlowError
 
@@ -130,8 +130,9 @@ def train(
     for path in (*data, *([config] if config else [])):
         if not path.is_file():
             raise DFlowError(f"{path}: no such file")
-    for name in (target, *([start_from] if start_from else [])):
-        check_name(name)
+    check_name(target)
+    if start_from:
+        check_drafter_name(start_from)
 
     from hf_dflow.training.config import PRESETS, TrainingConfig
 
