@@ -50,10 +50,10 @@ def listed_drafter(target: Any, tokenizer: Any = None) -> Drafter:
     if snapshot is not None:
         return drafter_for("/".join(snapshot.groups()))
     if config is None and name is not None and os.path.isfile(os.path.join(name, "config.json")):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if config is None:
         return drafter_for(name)  # which refuses it
-    return _by_content(name, config, tokenizer or _tokenizer_in(name))
+    return _by_content(name, config, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,16 @@ class _Needs:
 
 def _by_content(name: str | None, config: Any, tokenizer: Any) -> Drafter:
     text = config.get_text_config()
+    sizes = (getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None))
     of_this_size = []
     for row in TABLE:
         if row.name in BUNDLED:
             needs = _needs_of(row)
-            if (needs.hidden_size, needs.num_layers) == (text.hidden_size, text.num_hidden_layers):
+            if (needs.hidden_size, needs.num_layers) == sizes:
                 of_this_size.append((row, needs.tokenizer_fingerprint))
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    if tokenizer is None and of_this_size:
+        tokenizer = _tokenizer_in(name)
     fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
     for row, wanted in of_this_size:
         if wanted == fingerprint:
@@ -110,8 +114,8 @@ def _tokenizer_in(folder: str | None) -> Any:
     if not folder or not any(os.path.isfile(os.path.join(folder, file)) for file in TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError):  # what cannot be read tells nothing
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception:  # `tokenizers` raises just this; what cannot be read tells nothing
         return None
 
 

@@ -189,6 +189,9 @@ def test_a_target_in_a_folder_is_known_by_its_sizes_and_tokenizer(tmp_path, monk
     assert str(folder) in warned[0] and "sizes and tokenizer" in warned[0] and "tiny-airports-b8" in warned[0]
     shown = CliRunner().invoke(cli.app, ["drafters", "--target", str(folder)], env={"COLUMNS": "250"})
     assert shown.exit_code == 0 and "tiny-airports-b8" in shown.output and "z-lab" not in shown.output
+    (folder / "tokenizer.json").write_text("{damaged")
+    with pytest.raises(UnknownDrafterError, match="pass tokenizer="):
+        DFlowDrafter.for_target(target)
     for file in folder.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(UnknownDrafterError, match=r"tiny-airports-b8 \(for .*pass tokenizer="):
@@ -196,7 +199,8 @@ def test_a_target_in_a_folder_is_known_by_its_sizes_and_tokenizer(tmp_path, monk
     tokenizer = AutoTokenizer.from_pretrained(TINY_TARGET)
     assert DFlowDrafter.for_target(target, tokenizer=tokenizer).name_or_path == str(TINY_DRAFTER)
     target.config._name_or_path = ""
-    assert DFlowDrafter.for_target(target, tokenizer=tokenizer).name_or_path == str(TINY_DRAFTER)
+    processor = SimpleNamespace(tokenizer=tokenizer)
+    assert DFlowDrafter.for_target(target, tokenizer=processor).name_or_path == str(TINY_DRAFTER)
     tokenizer.add_tokens(["<another tokenizer>"])
     with pytest.raises(UnknownDrafterError, match="no bundled one records its sizes and its tokenizer"):
         DFlowDrafter.for_target(target, tokenizer=tokenizer)
