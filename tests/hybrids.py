@@ -71,6 +71,29 @@ FAMILIES = {
 # Further families, which other tests name.
 OTHERS = {
     "qwen3_5_moe_text": {**LINEAR_ATTENTION, **EXPERTS},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_dense_layers": 1,
+    },
+    "kimi_linear": {
+        "layer_types": LINEAR_ATTENTION["layer_types"],
+        "num_key_value_heads": 4,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "zaya": {},
+    "lara_mini": {},
+    "lfm3": {},
     "jamba": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,

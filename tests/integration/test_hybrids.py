@@ -12,6 +12,7 @@ from internals import RecurrentStates
 from law import VOCAB, Loop, law_error, three_token_drafter
 from test_alignment import PROMPT_LENGTH, misaligned_slots, see_through_drafter, watch
 from transformers import DynamicCache, StoppingCriteriaList
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dflow import UnsupportedGenerationError
 
@@ -75,6 +76,18 @@ def test_text_is_plain_text(family, block_size):
     assert output.statistics.num_target_forwards == expected[2]  # no forward for the rollback
     is_partial = [accepted < drafted for accepted, drafted in steps]
     assert {(True, True), (True, False)} <= set(itertools.pairwise(is_partial))
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_moe_text", "lfm2_moe", "bamba", "kimi_linear", "zaya", "lara_mini", "lfm3"]
+)
+def test_further_families(family):
+    """Mixers inside of mixers, several states in a layer, layers that slide beside recurrent ones, experts."""
+    if family not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"this transformers has no {family}")
+    output = kit.decode(hybrid(family), pattern_drafter(family), prompt_of(family), NEW_TOKENS)
+    assert torch.equal(output.sequences, text(family))
+    assert output.statistics.per_step_accepted == kit.scripted_steps(PATTERNS[8], 8, NEW_TOKENS)[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
