@@ -92,6 +92,7 @@ OTHERS = {
         "moe_intermediate_size": 16,
     },
     "zaya": {},
+    "zaya, sliding": {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "sliding_window": 8},
     "lara_mini": {},
     "lfm3": {},
     "jamba": {
@@ -120,7 +121,7 @@ def hybrid(family: str, *, dtype: torch.dtype = torch.float32, attention: str = 
 
     Float32, because mixers compute in it whatever the weights are.
     """
-    config = AutoConfig.for_model(family, **{**FIELDS, **{**FAMILIES, **OTHERS}[family], **overrides})
+    config = AutoConfig.for_model(family.partition(",")[0], **{**FIELDS, **{**FAMILIES, **OTHERS}[family], **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         target = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

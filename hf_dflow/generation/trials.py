@@ -273,10 +273,12 @@ class TargetTrial:
                 inputs["attention_mask"] = None
         if states:
             inputs["output_hidden_states"] = True
-        if recurrent is None:
-            recurrent = RecurrentStates(self.model, held)
-        with recurrent.forward(num_drafts + 1, is_recorded=columns > 0):
-            return self._run(inputs)
+        states_of_layers = recurrent or RecurrentStates(self.model, held)
+        with states_of_layers.forward(num_drafts + 1, is_recorded=columns > 0):
+            outputs = self._run(inputs)
+        if recurrent is None and states_of_layers:  # nothing will be rolled back
+            caches.crop_recurrent(held, 0)
+        return outputs
 
     def _mask(self, width: int) -> torch.Tensor:
         mask = torch.ones(1, width, dtype=torch.long, device=self.device)

@@ -79,15 +79,17 @@ def test_text_is_plain_text(family, block_size):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_moe_text", "lfm2_moe", "bamba", "kimi_linear", "zaya", "lara_mini", "lfm3"]
+    "family", ["qwen3_5_moe_text", "lfm2_moe", "bamba", "kimi_linear", "zaya", "zaya, sliding", "lara_mini", "lfm3"]
 )
 def test_further_families(family):
     """Mixers inside of mixers, several states in a layer, layers that slide beside recurrent ones, experts."""
-    if family not in CONFIG_MAPPING_NAMES:
+    if family.partition(",")[0] not in CONFIG_MAPPING_NAMES:
         pytest.skip(f"this transformers has no {family}")
     output = kit.decode(hybrid(family), pattern_drafter(family), prompt_of(family), NEW_TOKENS)
     assert torch.equal(output.sequences, text(family))
     assert output.statistics.per_step_accepted == kit.scripted_steps(PATTERNS[8], 8, NEW_TOKENS)[0]
+    plain = kit.plain_greedy(hybrid(family), prompt_of(family), NEW_TOKENS, return_dict_in_generate=True)
+    assert difference(kit.cache_of(output), kit.cache_of(plain)) < STATE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
