@@ -47,6 +47,12 @@ def crop_to(cache: Cache, length: int) -> None:
             _crop_layer(layer, excess)
 
 
+def shrink_recurrent(cache: Cache) -> None:
+    """Let recurrent layers with a sliding window, which always record their past, shrink back to it."""
+    for layer in filter(is_recurrent, cache.layers):
+        crop_keys(layer, 0)
+
+
 def _crop_layer(layer: Any, rows: int) -> None:
     if is_recurrent(layer):
         crop_keys(layer, rows)

@@ -227,8 +227,7 @@ class TargetTrial:
         for i in range(KEPT + 1):
             outputs = self._forward(held, self.tokens[:, i : i + 1], columns=self.columns + i, start=self.start + i)
             rows.append(outputs.logits[:, -1:])
-            if caches.has_recurrent(held):  # whose sliding layers record their past
-                caches.crop(held, 0)
+            caches.shrink_recurrent(held)
         return torch.cat(rows, dim=1)
 
     def _forward(
