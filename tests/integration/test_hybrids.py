@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import padded
 from hybrids import FAMILIES, IMAGE, followed, hybrid, image_inputs, multimodal_hybrid
-from internals import RecurrentStates
+from internals import RecurrentStates, capture_features
 from law import VOCAB, Loop, law_error, three_token_drafter
 from test_alignment import PROMPT_LENGTH, misaligned_slots, see_through_drafter, watch
 from transformers import DynamicCache, StoppingCriteriaList
@@ -341,6 +341,22 @@ def test_relay_is_aligned_behind_a_rollback(family, accepted):
     assert int(watcher.steps[0][1].accepted_length) == accepted
     wrong, fed = misaligned_slots(target, drafter, watcher)
     assert wrong == 0 and fed >= 5 - accepted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_of_each_token_reach_the_drafter_once(family):
+    """Rows of the mixers' second run tapped as well, or a kept row's features left out behind a rollback."""
+    target, whole = hybrid(family), text(family)
+    drafter = kit.tiny_drafter(target, 8, None, drafter_class=kit.PatternDrafter)
+    drafter.pattern = PATTERNS[8]
+    drafter.follow(whole, LENGTH)
+    recorder = kit.ContextRecorder(drafter)
+    kit.decode(target, drafter, prompt_of(family), NEW_TOKENS)
+    given = torch.cat(recorder.rows, dim=1)
+    output = target(whole, output_hidden_states=True)
+    expected = capture_features(output.hidden_states, drafter.config.target_layer_ids)[:, : given.shape[1]]
+    assert LENGTH + NEW_TOKENS - 9 <= given.shape[1] < LENGTH + NEW_TOKENS  # those of the last block feed nobody
+    assert (given - expected).abs().max() / expected.abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seeds": [3]}, {"stale_mixture": True}])
