@@ -15,6 +15,7 @@ from hf_dflow import DFlowDrafter, DFlowError, PairMismatchError, check_pair
 from hf_dflow.generation._compat import cache_argument
 from hf_dflow.generation.recurrent import clamping_mixers, steps_of_any_size
 from hf_dflow.training import state_grid
+from hf_dflow.training.answers import Sampling, answer_batch
 from hf_dflow.training.config import Stage
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.features import LiveFeatures
@@ -317,3 +318,13 @@ def test_a_published_layout_for_a_hybrid_target_loads_and_drafts(tmp_path):
     layouts.edit(tmp_path, {"num_target_layers": 3})
     with pytest.raises(PairMismatchError, match="4 layers"):
         check_pair(target, DFlowDrafter.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_of_a_padded_batch_are_those_of_single_prompts(family):
+    """Catches: data whose answers the target would not give to a prompt by itself, as padding got into a state."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 60, (length,), generator=generator).tolist() for length in (3, 9, 14)]
+    target, sampling = copy.deepcopy(hybrid(family)), Sampling(max_new_tokens=12)
+    together = answer_batch(target, prompts, sampling, 0, set(), 0)
+    assert together == [answer_batch(target, [prompt], sampling, 0, set(), 0)[0] for prompt in prompts]
