@@ -191,7 +191,7 @@ def _read(path: str, config: Any, kwargs: dict[str, Any]) -> tuple[Checkpoint, D
         _refuse_foreign_kernel(config, kwargs, path)
         return Checkpoint(path, OwnLayout(), stored_tensors(path, hub_options, variant)), config
     overrides = {key: kwargs.pop(key) for key in DFlowDrafterConfig.__annotations__ if key in kwargs}
-    source = None if config is None else os.fspath(config)
+    source = None if config is None else resolve(config)
     checkpoint = read_checkpoint(path, hub_options, config_source=source, variant=variant, overrides=overrides)
     return checkpoint, build_config(source or path, {**checkpoint.fields, **overrides})
 

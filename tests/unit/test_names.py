@@ -39,6 +39,12 @@ def test_the_bundled_drafter_needs_no_network(monkeypatch):
     assert drafter.dtype == torch.float64
 
 
+def test_a_configuration_has_the_bundled_name_too(no_requests):
+    """Bug: `config="tiny-airports-b8"` asks the Hub though the weights of that name do not."""
+    drafter = DFlowDrafter.from_pretrained("tiny-airports-b8", config="tiny-airports-b8")
+    assert drafter.config.block_size == 8
+
+
 def test_a_folder_goes_before_a_name(tmp_path, monkeypatch):
     """Bug: a user's own folder shadowed by a bundled drafter of that name."""
     monkeypatch.chdir(tmp_path)
