@@ -17,8 +17,11 @@ TESTS = Path(__file__).parent
 torch.set_num_threads(1)
 
 
-# What also runs on the oldest supported transformers: seam, loop, caches, loading, training as decoding.
-OLDEST = ("test_seam", "test_loop", "test_caches", "test_loading*", "test_layout_parity", "test_*rounds*")
+# What also runs on the oldest supported transformers: seam, loop, caches, targets, loading, training as decoding.
+OLDEST = (
+    "test_seam", "test_loop", "test_caches", "test_selfcheck", "test_hybrids", "test_loading*", "test_layout_parity",
+    "test_*rounds*",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
