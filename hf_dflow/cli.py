@@ -9,7 +9,7 @@ from hf_dflow import drafter_commands as drafters
 from hf_dflow._version import __version__
 from hf_dflow.bench import commands as bench
 from hf_dflow.bench.app import app as bench_app
-from hf_dflow.console import SafeGroup, errors_in_words
+from hf_dflow.console import SafeGroup, errors_in_words, say
 from hf_dflow.training import commands as training
 
 app = typer.Typer(
@@ -33,7 +33,7 @@ commands: list[Callable[..., None]] = [
 
 def show_version(is_wanted: bool) -> None:
     if is_wanted:
-        typer.echo(f"hf-dflow {__version__}")
+        say(f"hf-dflow {__version__}")
         raise typer.Exit()
 
 

@@ -40,7 +40,13 @@ class SafeConsole(Console):
 
 def say(text: Any, err: bool = False) -> None:
     """Print a line of text from anywhere."""
-    typer.echo(visible(str(text)), err=err)
+    print(visible(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def utf8_in_files() -> None:
+    """Print UTF-8 where standard output is redirected: what a command makes for a file is read as UTF-8 again."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
+        sys.stdout.reconfigure(encoding="utf-8")
 
 
 class SafeGroup(typer.core.TyperGroup):

@@ -18,6 +18,7 @@ from hf_dflow.console import (
     print_table,
     report_console,
     say,
+    utf8_in_files,
     write_json,
 )
 from hf_dflow.text import read_text
@@ -163,6 +164,7 @@ def card_new(
     from hf_dflow.hub.cards import make_card
     from hf_dflow.model.drafter import DFlowDrafter
 
+    utf8_in_files()
     with errors_in_words():
         say(make_card(DFlowDrafter.from_pretrained(drafter), repository, licence))
 

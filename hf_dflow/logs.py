@@ -3,6 +3,8 @@
 import logging
 from typing import Any
 
+from hf_dflow.text import visible
+
 
 def get_logger(name: str) -> Any:
     """The logger `name`; `transformers.logging.set_verbosity_error()` silences its warnings as well.
@@ -15,5 +17,6 @@ def get_logger(name: str) -> Any:
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
+    record.msg, record.args = visible(record.getMessage()), ()  # file names and configurations are others' texts
     quietest = logging.getLogger("transformers").level
     return quietest <= logging.WARNING or record.levelno >= quietest

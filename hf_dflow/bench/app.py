@@ -22,6 +22,7 @@ from hf_dflow.console import (
     written,
 )
 from hf_dflow.errors import DFlowError
+from hf_dflow.text import read_text
 
 INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 app = typer.Typer(help="Measure before you switch it on.", no_args_is_help=True)
@@ -184,7 +185,7 @@ def report(
     from hf_dflow.bench import side_by_side
     from hf_dflow.bench.checklist import checklist
     from hf_dflow.bench.conditions import refuse_other_loads
-    from hf_dflow.bench.report import read_evidence, read_text, render
+    from hf_dflow.bench.report import read_evidence, render
 
     evidence = read_evidence(
         records,

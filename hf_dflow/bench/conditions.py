@@ -56,7 +56,7 @@ def run_conditions(**more: Any) -> dict[str, Any]:
 def cpu_name() -> str:
     """The processor's model name where the system provides it."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 

@@ -80,7 +80,7 @@ def peak_of(device: torch.device) -> Iterator[Peak]:
 def can_reset_peak() -> bool:
     """Reset the peak; some containers forbid it."""
     try:
-        CLEAR.write_text(RESET_PEAK)
+        CLEAR.write_text(RESET_PEAK, encoding="ascii")
     except OSError:
         return False
     return True
@@ -88,7 +88,7 @@ def can_reset_peak() -> bool:
 
 def status_bytes(name: str) -> int:
     """A line of /proc/self/status, which counts in kB."""
-    lines = STATUS.read_text().splitlines()
+    lines = STATUS.read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 

@@ -14,6 +14,7 @@ from hf_dflow.bench import comparison, cost, endpoint_record, memory_plan, probe
 from hf_dflow.bench.checklist import Evidence, checklist
 from hf_dflow.console import Presentation
 from hf_dflow.errors import DFlowError
+from hf_dflow.text import read_text
 
 # A key that only records of one command hold.
 KINDS = {
@@ -42,18 +43,10 @@ def read_evidence(paths: list[Path], **stated: Any) -> Evidence:
     return Evidence(**records, **stated)
 
 
-def read_text(path: Path) -> str:
-    """The text in a file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DFlowError(f"{path}: no text in UTF-8 ({error})") from error
-
-
 def read_record(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_text(path))
     except ValueError as error:
         raise DFlowError(f"{path}: no JSON record ({error})") from error
     if not isinstance(record, dict):

@@ -71,7 +71,7 @@ def export_drafter(drafter: Any, folder: str | Path, to: str, num_target_layers:
         (folder / OWN_PARTS_FILE).parent.mkdir()
         save_file(parts, folder / OWN_PARTS_FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    give_usual_modes(folder)
+    give_usual_modes(folder.rglob("*.safetensors"))
     return server_options(str(folder), config, to)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_dflow._version import __version__
 from hf_dflow.errors import DFlowError
 from hf_dflow.hub.cards import check_card, make_card
-from hf_dflow.text import give_usual_modes
+from hf_dflow.text import give_usual_modes, read_text
 
 __all__ = ["CardError", "PublishableDrafter", "Upload", "publish", "write_custom_generate"]
 
@@ -72,10 +72,12 @@ class PublishableDrafter(PreTrainedModel):
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError("save_pretrained does not take push_to_hub=True; call drafter.push_to_hub(…) instead.")
+        before = {path: path.stat().st_ino for path in Path(save_directory).glob("*.safetensors")}
         super().save_pretrained(save_directory, *args, **kwargs)
+        weights = list(Path(save_directory).glob("*.safetensors"))
+        give_usual_modes(path for path in weights if path.stat().st_ino != before.get(path))
         if kwargs.get("is_main_process", True):
             write_custom_generate(Path(save_directory), repository)
-            give_usual_modes(Path(save_directory))
             card = Path(save_directory) / "README.md"
             if not card.exists():
                 card.write_text(make_card(self, repository), encoding="utf-8")
@@ -98,7 +100,7 @@ class PublishableDrafter(PreTrainedModel):
             [`~hf_dflow.hub.publishing.CardError`]: The card is not ready.
         """
         if card is not None and not (isinstance(card, str) and "\n" in card):
-            card = Path(card).read_text(encoding="utf-8")
+            card = read_text(card)
         return publish(self, repo_id, card, **kwargs)[1]
 
 

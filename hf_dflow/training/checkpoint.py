@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.drafter import DFlowDrafter
+from hf_dflow.text import give_usual_modes
 
 PREFIX, PARTIAL = "checkpoint-", "checkpoint-partial"
 STATE = Path("training") / "state.json"
@@ -66,6 +67,7 @@ def begin(output: Path) -> Path:
 def write_process_state(partial: Path, process: int, generators: dict[str, torch.Tensor]) -> None:
     """Random states of one process; each process writes its own."""
     save_file(generators, _process_file(partial, process))
+    give_usual_modes([_process_file(partial, process)])
 
 
 def write_shared_state(partial: Path, drafter: DFlowDrafter, optimizer: torch.optim.Optimizer, state: RunState) -> None:
@@ -82,7 +84,10 @@ def write_shared_state(partial: Path, drafter: DFlowDrafter, optimizer: torch.op
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     save_file(tensors, partial / OPTIMIZER)
-    (partial / STATE).write_text(json.dumps({"identity": state.identity, "counters": state.counters}, indent=1))
+    give_usual_modes([partial / OPTIMIZER])
+    (partial / STATE).write_text(
+        json.dumps({"identity": state.identity, "counters": state.counters}, indent=1), encoding="utf-8"
+    )
 
 
 def finish(partial: Path, update: int, keep: int) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_dflow.errors import DFlowError
 from hf_dflow.model.configuration import REMOVED
+from hf_dflow.text import read_text
 
 LEAST_DECAY = 0.01  # nothing is left of the second slot's weight, and the first one's is still a number
 
@@ -97,7 +98,7 @@ class TrainingConfig:
             TrainingConfigError: No JSON object, an unknown key (named), or an impossible value.
         """
         try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            record = json.loads(read_text(path))
         except ValueError as error:
             raise TrainingConfigError(f"{path}: not a JSON file ({error})") from error
         return cls.from_dict(record, str(path))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_dflow.errors import DFlowError
+from hf_dflow.text import decode
 
 HEADER_KEY, FORMAT_VERSION = "hf_dflow_data", 1  # a file's first line: {HEADER_KEY: FORMAT_VERSION, settings …}
 
@@ -194,9 +195,10 @@ def read_data(path: str | Path, min_answer_tokens: int = 3, max_length: int = 10
 def _read_lines(path: str | Path) -> Generator[str, None, None]:
     opener = gzip.open if str(path).endswith(".gz") else open
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            yield from lines
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        with opener(path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                yield decode(line, path, number)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DFlowError(f"{path}: not a text file, or a damaged one ({error})") from error
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation._compat import cache_argument, capture_features
 from hf_dflow.generation.recurrent import clamping_mixers, steps_of_any_size
+from hf_dflow.text import give_usual_modes
 from hf_dflow.training.data import TrainingRow
 from hf_dflow.training.frozen_target import describe_target, inner_model
 
@@ -147,7 +148,7 @@ class FeatureStore(LiveFeatures):
             _check_provenance(path, provenance)
         else:
             partial = folder / "partial.json"
-            partial.write_text(json.dumps(provenance, indent=1))
+            partial.write_text(json.dumps(provenance, indent=1), encoding="utf-8")
             partial.rename(path)
 
     @torch.no_grad()
@@ -160,6 +161,7 @@ class FeatureStore(LiveFeatures):
             by_row = [self._compute(row) for row in self._rows_of(number)]
             partial = self.folder / "partial.safetensors"
             save_file({name: torch.cat([tensors[name] for tensors in by_row]) for name in by_row[0]}, partial)
+            give_usual_modes([partial])
             partial.rename(self._path(number))
             progress(number * ROWS_PER_SHARD + len(by_row), len(self.rows))
 
@@ -206,7 +208,7 @@ def _config_digest(target: Any) -> str:
 
 def _check_provenance(path: Path, expected: dict[str, Any]) -> None:
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads(path.read_text(encoding="utf-8"))
         stored_target = stored["target"]
         same_target = all(stored_target[key] == expected["target"][key] for key in ("weights", "dtype", "config"))
     except (ValueError, KeyError, TypeError) as error:

@@ -17,6 +17,7 @@ from hf_dflow._version import __version__
 from hf_dflow.errors import DFlowError
 from hf_dflow.generation.pair import record_target
 from hf_dflow.model.drafter import DFlowDrafter
+from hf_dflow.text import visible
 from hf_dflow.training import checkpoint
 from hf_dflow.training.config import TrainingConfig
 from hf_dflow.training.data import DataFile, TrainingRow, read_data, split_rows, supervised_ids
@@ -98,7 +99,7 @@ def train(
     training.check()
     files = [read_data(path, max_length=max_length) for path in data]
     for path, file in zip(data, files, strict=True):
-        accelerator.print(f"{path.name}: {file}")
+        accelerator.print(visible(f"{path.name}: {file}"))
     rows, held_out = split_rows([row for file in files for row in file.rows], held_out_share)
     if not rows:
         raise DFlowError(f"all {len(held_out)} rows are held out: their prompts are one and the same text; name them")
@@ -119,8 +120,8 @@ def train(
         written_by = (file.header or {}).get("target", {}).get("weights")
         if written_by not in (None, trainer.identity["target"]):
             accelerator.print(
-                f"{path.name} was answered by another target than this, or by this one in another dtype; a drafter "
-                "learns its own target best"
+                f"{visible(path.name)} was answered by another target than this, or by this one in another dtype; a "
+                "drafter learns its own target best"
             )
     num_parameters = sum(parameter.numel() for parameter in trainer.parameters)
     accelerator.print(f"{len(rows)} rows to train on, {len(held_out)} held out; {num_parameters:,} parameters trained")

@@ -1,18 +1,23 @@
 """Model cards and publishing: what a finished card holds, what stops an upload, what is sent, figures as measured."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from kit import shared_target, tiny_drafter
 from typer.testing import CliRunner
 
 from hf_dflow import DFlowDrafter, cli
+from hf_dflow.checkpoints.export import export_drafter
 from hf_dflow.checkpoints.names import BUNDLED
 from hf_dflow.hub.cards import FILL_IN, SECTIONS, check_card, make_card
 from hf_dflow.hub.publishing import CardError, publish
+from hf_dflow.training import checkpoint
+from hf_dflow.training.checkpoint import write_process_state
 
 ROOT = Path(__file__).parents[2]
 CARDS = ROOT / "model_cards"
@@ -161,6 +166,26 @@ def test_saving_keeps_a_card(drafter, tmp_path):
     drafter.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
     assert DFlowDrafter.from_pretrained(tmp_path).config.block_size == 8
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_have_the_mode_that_the_umask_gives(drafter, umask, mode, tmp_path):
+    """Bug: weights of mode 0600, which a colleague who shares the folder cannot read, and the rest of it they can."""
+    before = os.umask(umask)
+    try:
+        (tmp_path / "mine.safetensors").touch(0o400)
+        drafter.save_pretrained(tmp_path)
+        drafter.save_pretrained(tmp_path)  # over files that exist
+        (tmp_path / "sharded").mkdir()
+        drafter.save_pretrained(tmp_path / "sharded", max_shard_size="20KB", variant="fp32")
+        export_drafter(drafter, tmp_path / "dflash", "dflash", num_target_layers=4)
+        write_process_state(checkpoint.begin(tmp_path / "run"), 0, {"cpu": torch.zeros(3)})
+    finally:
+        os.umask(before)
+    files = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert files.pop(tmp_path / "mine.safetensors") == 0o400  # not ours
+    assert len([path for path in files if path.suffix == ".safetensors"]) > 4
+    assert set(files.values()) == {mode}, files
 
 
 # -- figures
