@@ -29,10 +29,11 @@ REPOSITORY = {repository!r}
 
 
 def generate(model, drafter=None, drafter_revision=None, streamer=None, **kwargs):
-    source = REPOSITORY if drafter is None else drafter
-    if source is None:  # a folder: transformers runs a copy of this file, and only its generate() knows of where
-        source = sys._getframe(1).f_locals.get("custom_generate")
-        if not isinstance(source, str) or not os.path.isdir(source):
+    source = drafter
+    if source is None:  # transformers runs a copy of this file, and only its generate() knows the folder it lies in
+        given = sys._getframe(1).f_locals.get("custom_generate")
+        source = given if isinstance(given, str) and os.path.isdir(given) else REPOSITORY
+        if source is None:
             raise ValueError("this folder was never published: pass drafter=, a drafter or its folder")
     if isinstance(source, (str, os.PathLike)):
         options = {{}} if drafter_revision is None else {{"revision": drafter_revision}}

@@ -188,6 +188,26 @@ def test_files_have_the_mode_that_the_umask_gives(drafter, umask, mode, tmp_path
     assert set(files.values()) == {mode}, files
 
 
+@pytest.mark.parametrize("way", ["path", "relative", "moved", "published"])
+def test_the_saved_custom_generate_runs_from_its_folder(way, tmp_path, monkeypatch):
+    """Bug: a script that knows its drafter by the name on the Hub only, and a folder that has none."""
+    target, drafter = shared_target(), tiny_drafter(shared_target())
+    folder = tmp_path / "my drafter-1.0"
+    drafter.save_pretrained(folder, repository="nobody/nothing" if way == "published" else None)
+    assert str(tmp_path) not in (folder / "custom_generate" / "generate.py").read_text()
+    requirements = folder / "custom_generate" / "requirements.txt"
+    requirements.write_text("")  # this package may not be installed under test
+    if way == "moved":
+        folder = folder.rename(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    given = folder.name if way == "relative" else str(folder)
+    options = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True, "pad_token_id": 0}
+    prompt = torch.arange(1, 13)[None]
+    out = target.generate(prompt, custom_generate=given, trust_remote_code=True, **options)
+    assert sum(out.statistics.per_step_drafted) > 0
+    assert out.sequences.tolist() == target.generate(prompt, **options).sequences.tolist()
+
+
 # -- figures
 
 
