@@ -296,8 +296,8 @@ def present(record: dict[str, Any]) -> Presentation:
     blocks = [
         ("target: weights, cache", count["target_weights"], count["target_cache_row"]),
         ("drafter: weights, cache", count["drafter_weights"], count["drafter_cache_row"]),
-        ("states of recurrent layers", 0, count["states_row"]),
-        ("… their copies, and what advances them", 0, count["rollback_row"]),
+        ("states of recurrent layers", 0, count.get("states_row", 0)),  # records of before hold none
+        ("… their copies, and what advances them", 0, count.get("rollback_row", 0)),
         ("rejected columns of the target's cache, at most", 0, count["holes_row"]),
         ("verification: logits of a block", 0, count["verification_buffers_row"]),
         ("relay and context features: states of target layers", 0, count["relay_buffers_row"]),

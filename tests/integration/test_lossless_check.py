@@ -1,11 +1,12 @@
 """The user's own check tells rounding from a fault."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kit import OracleDrafter, PatternDrafter, assert_not_vacuous, plain_greedy, prompt_of, scripted, tiny_target
-from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from hf_dflow.bench.lossless import FAULT, IDENTICAL, NEAR_TIE, compare_with_plain
 from hf_dflow.generation.step import Emission
@@ -21,8 +22,8 @@ def _pair(dtype=torch.float64, **overrides):
 
 def leave_a_row(monkeypatch):
     """Crops that take one rejected row less out of the cache."""
-    honest = Cache.crop
-    monkeypatch.setattr(Cache, "crop", lambda cache, length: honest(cache, length + 1) if length < -1 else None)
+    honest = DynamicLayer.crop
+    monkeypatch.setattr(DynamicLayer, "crop", lambda layer, length: honest(layer, length + 1) if length < -1 else None)
 
 
 def test_float64_is_identical():
@@ -113,6 +114,7 @@ def test_refusals(monkeypatch):
         compare_with_plain(target, drafter, prompt, 4, do_sample=True)
     with pytest.raises(ValueError, match="one sequence"):
         compare_with_plain(target, drafter, prompt.repeat(2, 1), 4)
-    monkeypatch.setattr(target.generation_config, "acceptance_threshold", 0.5, raising=False)
+    relaxed = copy.deepcopy(target.generation_config)
+    relaxed.acceptance_threshold = 0.5
     with pytest.raises(ValueError, match="relaxed"):
-        compare_with_plain(target, drafter, prompt, 4)
+        compare_with_plain(target, drafter, prompt, 4, generation_config=relaxed)
