@@ -204,8 +204,8 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
             return hidden
         weight = getattr(target_head, "weight", None)  # a quantised head may expose none, or an integer one
         if weight is None:
-            return hidden
-        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
+            return hidden.to(_scales_dtype(target_head, hidden.dtype))
+        dtype = weight.dtype if weight.is_floating_point() else _scales_dtype(target_head, hidden.dtype)
         device = hidden.device if weight.is_meta else weight.device  # accelerate moves states to an offloaded head
         return hidden.to(device=device, dtype=dtype)
 
@@ -298,6 +298,12 @@ class DFlowDrafter(LoadableDrafter, PublishableDrafter):
         block_positions = position_ids[:, new_context:]
         hidden = self.draft_hidden(noise_embeds.to(self.dtype), block_positions, extend, mask_for)
         return BaseModelOutput(last_hidden_state=hidden)
+
+
+def _scales_dtype(head: nn.Module, otherwise: torch.dtype) -> torch.dtype:
+    """The type in which a quantised head computes: that of its scales, where it shows any."""
+    tensors = (*head.parameters(), *head.buffers())
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.itemsize > 1), otherwise)
 
 
 AutoModel.register(DFlowDrafterConfig, DFlowDrafter, exist_ok=True)

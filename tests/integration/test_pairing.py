@@ -203,3 +203,32 @@ def test_the_mask_embedding_is_the_mask_tokens_row(family):
     with torch.no_grad():
         target.get_input_embeddings().weight[kit.MASK_TOKEN_ID] *= -2.0  # the target itself never reads this row
     assert (first_draft() - before)[..., : kit.MASK_TOKEN_ID].abs().max() > 1e-3
+
+
+class ScaledHead(torch.nn.Module):
+    """A head of whole numbers and scales, as GPTQ has it: it computes in the type of its scales."""
+
+    def __init__(self, dense: torch.nn.Linear, dtype: torch.dtype):
+        super().__init__()
+        weight = dense.weight.float()
+        self.register_buffer("scales", (weight.abs().amax(1) / 127).to(dtype))
+        self.register_buffer("qweight", (weight / self.scales.float()[:, None]).round().to(torch.int8))
+
+    def forward(self, states):
+        return torch.nn.functional.linear(states, self.qweight.to(self.scales.dtype) * self.scales[:, None])
+
+
+@pytest.mark.parametrize("shows", ["qweight", "weight"])
+def test_drafter_of_another_type_than_a_quantised_head(shows):
+    """N5: states of the drafter's type handed to a head that computes in another, whose weight is none or whole."""
+    target = kit.tiny_target(dtype=torch.float32)
+    head = ScaledHead(target.lm_head, torch.float32)
+    if shows == "weight":
+        head.register_buffer("weight", head.qweight)
+    target.lm_head = head
+    target.get_output_embeddings = lambda: head
+    drafter = kit.tiny_drafter(target, 8, dtype=torch.bfloat16)
+    prompt = kit.prompt_of(9)
+    output = kit.dflow_greedy(target, drafter, prompt, max_new_tokens=12)
+    assert torch.equal(output.sequences, kit.plain_greedy(target, prompt, 12))
+    assert output.statistics.num_draft_forwards
