@@ -32,7 +32,7 @@ from hf_dflow.generation.policy.costs import StepCosts
 from hf_dflow.generation.policy.lengths import TRIAL, LengthPlanner
 from hf_dflow.generation.policy.trees import Worth, grow
 from hf_dflow.generation.processors import POSITION_INDEPENDENT, PURE, PathProcessor
-from hf_dflow.generation.recurrent import RecurrentStates
+from hf_dflow.generation.recurrent import RecurrentStates, clamping_mixers
 from hf_dflow.generation.selfcheck import check_of
 from hf_dflow.generation.step import DraftTree, Proposal, Verification, VerifierFeedback
 from hf_dflow.generation.strategy import WRAPPED
@@ -57,6 +57,7 @@ __all__ = [
     "Worth",
     "capture_features",
     "check_of",
+    "clamping_mixers",
     "grow",
     "is_croppable",
     "measure_step_costs",

@@ -6,6 +6,7 @@ are put back and the mixers alone run again over the kept rows (*state advance*,
 computes no token twice, and blocks keep their size.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from transformers.cache_utils import (
 )
 
 from hf_dflow.errors import UnsupportedGenerationError
+from hf_dflow.generation.untouched import in_turn
 
 UPDATES = ("update_conv_state", "update_recurrent_state")  # by which a mixer is known
 ATTENTION = (DynamicSlidingWindowLayer, DynamicLayer, StaticSlidingWindowLayer, StaticLayer)
@@ -129,21 +131,26 @@ class RecurrentStates:
             return
         if not self.length:
             self._copy()
+        with (
+            in_turn(self.model),  # hooks and limits of time steps are the model's, which other threads may run
+            self._listening(length, is_recorded),
+            self._past_of_windows(),
+            steps_of_any_size(self._clamping if is_recorded else []),
+        ):
+            yield
+
+    @contextmanager
+    def _listening(self, length: int, is_recorded: bool) -> Iterator[None]:
+        """Record what the mixers are called with, or look for them."""
         self.length, self._calls = self.length + length, []
         if self._mixers is None:
-            with (
-                self._searching(length, is_recorded),
-                self._past_of_windows(),
-                steps_of_any_size(self._clamping if is_recorded else []),
-            ):
+            with self._searching(length, is_recorded):
                 yield
             return
-        handles = [
-            mixer.register_forward_pre_hook(self._record, with_kwargs=True) for mixer in self._mixers if is_recorded
-        ]
+        record = _in_this_thread(self._record)
+        handles = [mixer.register_forward_pre_hook(record, with_kwargs=True) for mixer in self._mixers if is_recorded]
         try:
-            with self._past_of_windows(), steps_of_any_size(self._clamping if is_recorded else []):
-                yield
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -241,7 +248,7 @@ class RecurrentStates:
             return
         mixed = [layer for layer in self.layers if has_keys(layer)]
         held = [{name: value for name, value in vars(layer).items() if name in KEYS} for layer in mixed]
-        with steps_of_any_size(self._clamping):
+        with in_turn(self.model), steps_of_any_size(self._clamping):
             for call in self._calls:
                 call.run_again(rows, self.length, count)
         for layer, values in zip(mixed, held, strict=True):  # a mixer may add keys too; those of its block are there
@@ -268,9 +275,10 @@ class RecurrentStates:
         def leave(*_: Any) -> None:
             stack.pop()
 
+        entering, leaving = _in_this_thread(enter), _in_this_thread(leave)
         for module in self.model.modules():
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
+            handles.append(module.register_forward_hook(leaving, always_call=True))
         for name in UPDATES:
             setattr(self.cache, name, _noting(getattr(self.cache, name), stack, found))
         try:
@@ -331,6 +339,17 @@ def _with_past(layer: Any) -> Any:
             layer.record_past = False
 
     return update_keys
+
+
+def _in_this_thread(hook: Any) -> Any:
+    """`hook`, but for forwards of other threads, which share the model."""
+    own = threading.get_ident()
+
+    def hook_here(*args: Any) -> None:
+        if threading.get_ident() == own:
+            hook(*args)
+
+    return hook_here
 
 
 def _noting(update: Any, stack: list[MixerCall], found: dict[int, MixerCall]) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_dflow.errors import UnsupportedGenerationError
 from hf_dflow.generation.trials import Comparison, TargetTrial, rounding_unit
-from hf_dflow.generation.untouched import has_own_hooks, untouched
+from hf_dflow.generation.untouched import has_own_hooks, in_turn, untouched
 
 
 @dataclass
@@ -97,12 +97,18 @@ def check_of(
     """
     device = device or model.device
     known, key = _CHECKED.setdefault(type(model), {}), _key(model, device)
-    check = known.get(key, TargetCheck())
     wanted = {"block": True, "padding": padding and not holes, "holes": holes or tree, "tree": tree}
     parts = [part for part in wanted if wanted[part]]
-    missing = [part for part in parts if getattr(check, part) is None and part not in check.failures]
-    if not missing:
-        return check
+    with in_turn(model):  # another thread may be measuring the same
+        check = known.get(key, TargetCheck())
+        missing = [part for part in parts if getattr(check, part) is None and part not in check.failures]
+        if missing and _measure_all(model, device, check, missing):
+            known[key] = check
+    return check
+
+
+def _measure_all(model: PreTrainedModel, device: torch.device, check: TargetCheck, missing: list[str]) -> bool:
+    """Measure what is missing into `check`; returns whether that is worth remembering."""
     started = time.perf_counter()
     trial_error = None
     for with_hooks in (False, True):  # the caller's own hooks stay out, unless nothing works without them
@@ -113,9 +119,8 @@ def check_of(
     check.seconds += time.perf_counter() - started
     if trial_error is not None:
         check.failures["block"] = trial_error
-    elif check.block is not None and check.block.is_finite:
-        known[key] = check
-    return check
+        return False
+    return check.block is not None and check.block.is_finite
 
 
 def _measure(model: PreTrainedModel, device: torch.device, check: TargetCheck, parts: list[str]) -> str | None:
@@ -171,5 +176,13 @@ def _key(model: PreTrainedModel, device: torch.device) -> tuple:
         (model.dtype, rounding_unit(model, device), torch.is_autocast_enabled(device.type)),
         (device, model.device, str(getattr(model, "hf_device_map", None))),
         frozenset(type(module) for module in modules),
+        frozenset(_code(kind.forward) for kind in {type(module) for module in modules}),
+        frozenset(_code(vars(module)["forward"]) for module in modules if "forward" in vars(module)),
         frozenset(adapters),
     )
+
+
+def _code(forward: Any) -> Any:
+    """What a `forward` runs, which somebody may have put in the place of a class's own."""
+    function = getattr(forward, "func", forward)  # of a functools.partial
+    return getattr(function, "__code__", type(function))

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,7 +15,13 @@ from torch import nn
 LIBRARIES = {"torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao"}
 LIBRARIES |= {"compressed_tensors", "optimum", "awq", "gptqmodel"}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = threading.RLock()  # random generators and compilation are the process's
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def in_turn(model: nn.Module) -> Any:
+    """A lock for what changes `model` for a while, if only its hooks: threads that share a model take turns."""
+    return _LOCKS.setdefault(model, threading.RLock())
 
 
 @contextmanager
@@ -27,7 +34,7 @@ def untouched(model: nn.Module, *, with_hooks: bool = False) -> Iterator[None]:
     Args:
         with_hooks (`bool`, *optional*, defaults to `False`): Whether the caller's forward hooks fire.
     """
-    with _ONE_AT_A_TIME, ExitStack() as stack:
+    with in_turn(model), _ONE_AT_A_TIME, ExitStack() as stack:
         held = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
         stack.callback(_put_back, held)
         for module, _, _ in held:
@@ -63,7 +70,12 @@ def _is_library(hook: Any) -> bool:
 
 def _put_back(held: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
     for module, attributes, buffers in held:
-        vars(module).clear()
-        vars(module).update(attributes)
-        module._buffers.clear()
-        module._buffers.update(buffers)
+        _restore(vars(module), attributes)
+        _restore(module._buffers, buffers)
+
+
+def _restore(current: dict[str, Any], held: dict[str, Any]) -> None:
+    """Make `current` equal to `held`; what both hold is never missing, as another thread may be running the model."""
+    for name in current.keys() - held.keys():
+        del current[name]
+    current.update(held)

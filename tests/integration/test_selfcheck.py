@@ -1,5 +1,8 @@
 """What a target can do is measured before it decodes: what it cannot is refused, or decoded row by row."""
 
+import copy
+import types
+
 import families
 import kit
 import pytest
@@ -8,6 +11,7 @@ from batches import padded
 from hybrids import hybrid
 from internals import check_of, forget_checks
 from transformers import (
+    Cache,
     DogeConfig,
     DogeForCausalLM,
     GPTNeoConfig,
@@ -247,6 +251,30 @@ def test_a_target_is_checked_once_for_what_decides_how_it_computes():
     forwards = first.num_forwards
     assert check_of(kit.tiny_target(seed=3), holes=True) is first
     assert first.num_forwards > forwards and first.tree is None
+
+
+@pytest.mark.parametrize("where", ["module", "class"])
+def test_a_replaced_forward_is_measured_anew(where, monkeypatch):
+    """A mixer patched after its kind of target had passed: its blocks forget the state, and the check knew already."""
+    target = copy.deepcopy(hybrid("lfm2"))
+    assert check_of(target).lacks("block") is None
+    mixer = target.model.layers[0].conv
+    original = type(mixer).forward
+
+    def forgets(self, *args, **kwargs):
+        values = [*args, *kwargs.values()]
+        states = next(value for value in values if isinstance(value, torch.Tensor))
+        for cache in [value for value in values if isinstance(value, Cache)] if states.shape[1] > 1 else []:
+            for state in cache.layers[self.layer_idx].conv_states.values():
+                if state is not None:
+                    state.zero_()
+        return original(self, *args, **kwargs)
+
+    owner = mixer if where == "module" else type(mixer)
+    monkeypatch.setattr(owner, "forward", types.MethodType(forgets, mixer) if where == "module" else forgets)
+    assert "differ" in (check_of(target).lacks("block") or "passes")
+    monkeypatch.undo()
+    assert check_of(target).lacks("block") is None
 
 
 def test_only_what_a_call_needs_is_measured():

@@ -2,13 +2,15 @@
 
 import contextlib
 import gc
+import sys
 import threading
 
 import kit
 import pytest
 import torch
 from batches import LENGTHS, following, generate, new_tokens_of, padded, plain_ids, prompt, target_of, text
-from internals import draft_cache_numbers, watch_draft_caches
+from hybrids import hybrid
+from internals import clamping_mixers, draft_cache_numbers, forget_checks, watch_draft_caches
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, set_seed
 
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig
@@ -191,6 +193,38 @@ def test_two_threads_decode_batches():
         assert together[i].statistics == alone[i].statistics
         new = [new_tokens_of(together[i], j, rows) for j in range(len(rows))]
         assert new == [plain_ids(row, BATCH_TOKENS) for row in rows]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_two_threads_share_a_target_with_recurrent_layers(family):
+    """Hooks that record another call's forwards, or limits of time steps and hooks that stay behind, where the calls
+    change the target for a while; a self-check that takes the hooks of a call in progress away."""
+    target = hybrid(family)
+    texts = [kit.plain_greedy(target, kit.prompt_of(12, seed), NEW_TOKENS + 8) for seed in (3, 4)]
+    forget_checks()
+    limits = [mixer.time_step_limit for mixer in clamping_mixers(target)]
+    outputs = {0: [], 1: []}
+    interval = sys.getswitchinterval()
+
+    def work(i):
+        for _ in range(4):
+            drafter = kit.tiny_drafter(target, 8, drafter_class=kit.PatternDrafter)
+            drafter.pattern = [2, 4, 7, 0, 1]
+            drafter.follow(texts[i], 12)
+            outputs[i].append(kit.decode(target, drafter, texts[i][:, :12], NEW_TOKENS))
+
+    sys.setswitchinterval(1e-5)
+    try:
+        in_two_threads(work)
+    finally:
+        sys.setswitchinterval(interval)
+    for i in range(2):
+        accepted = kit.scripted_steps([2, 4, 7, 0, 1], 8, NEW_TOKENS)[0]
+        assert [output.sequences.tolist() for output in outputs[i]] == [texts[i][:, :-8].tolist()] * 4
+        assert all(output.statistics.per_step_accepted == accepted for output in outputs[i])
+    assert [mixer.time_step_limit for mixer in clamping_mixers(target)] == limits
+    hooks = [hook for module in target.modules() for hook in module._forward_pre_hooks.values()]
+    assert not any(hook.__module__.startswith("hf_dflow") for hook in hooks)
 
 
 # -- what the caller handed over
