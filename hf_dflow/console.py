@@ -124,6 +124,7 @@ def use_threads(threads: int | None) -> None:
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
 
 
+INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 STDOUT = Path("-")  # a file's name that stands for standard output
 
 
@@ -289,6 +290,15 @@ def show(presentation: Presentation, console: Console) -> None:
         console.print(Text(remark.text, style=remark.style))
     if presentation.conditions:
         console.print(Text(", ".join(f"{name}: {value}" for name, value in presentation.conditions.items())))
+
+
+def write_and_show(json_path: Path | None, record: dict[str, Any], presentation: Presentation) -> None:
+    """Write a command's record and show it, in this order: who closes the pipe that reads the tables (`| head`) loses
+    no record."""
+    try:
+        write_json(json_path, record)
+    finally:
+        show(presentation, report_console(json_path))
 
 
 def print_table(console: Console, table: ResultTable) -> None:

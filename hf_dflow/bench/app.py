@@ -9,6 +9,7 @@ import typer
 from hf_dflow.bench.endpoint import OK, EndpointSettings
 from hf_dflow.bench.options import PairOptions, PromptOptions, TemperaturesOption
 from hf_dflow.console import (
+    INTERRUPTED,
     JsonOption,
     drawable,
     errors_in_words,
@@ -18,13 +19,13 @@ from hf_dflow.console import (
     takes_option_groups,
     writable,
     writable_folder,
+    write_and_show,
     write_json,
     written,
 )
 from hf_dflow.errors import DFlowError
 from hf_dflow.text import read_text
 
-INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 app = typer.Typer(help="Measure before you switch it on.", no_args_is_help=True)
 
 
@@ -75,8 +76,7 @@ def run(
         console=console,
         keep=lambda record: write_json(json_path, record, is_final=False),
     )
-    show(comparison.present(record), console)
-    write_json(json_path, record)
+    write_and_show(json_path, record, comparison.present(record))
     if plot is not None:
         comparison.plot(record, plot)
         written(plot)
@@ -96,8 +96,7 @@ def endpoint(settings: EndpointSettings, prompt_options: PromptOptions, json_pat
     workload = prompt_options.workload()
     record = endpoint_record.measure(settings, workload.prompts)
     record["conditions"]["workload"] = workload.source
-    show(endpoint_record.present(record), report_console(json_path))
-    write_json(json_path, record)
+    write_and_show(json_path, record, endpoint_record.present(record))
     if record["interrupted"]:
         raise typer.Exit(INTERRUPTED)
     raise typer.Exit(0 if set(record["all"]["outcomes"]) == {OK} else 1)
@@ -145,9 +144,8 @@ def sweep(
     record = bench.sweep(
         pair, workload.prompts, **axes, workload=workload.source, repeats=repeats, console=console, keep=keep
     )
-    show(bench.present(record), console)
     files = bench.write(record, output)
-    write_json(json_path, record)
+    write_and_show(json_path, record, bench.present(record))
     for path in files:
         written(path)
     advice = "DFlowGenerationConfig.from_pretrained reads them" if files else "the drafter is shown to pay nowhere"

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,15 +17,15 @@ from hf_dflow.bench.options import (
     TargetOption,
 )
 from hf_dflow.console import (
+    INTERRUPTED,
     STDOUT,
     JsonOption,
     SafeConsole,
     ThreadsOption,
-    report_console,
     say,
-    show,
     takes_option_groups,
     writable,
+    write_and_show,
     write_json,
 )
 from hf_dflow.errors import DFlowError
@@ -46,11 +46,16 @@ def demo(
     pair = pair_options.load()
     answers = bench.compare(pair, workload, max_new_tokens)
     record = bench.as_record(answers, **pair.describe(), max_new_tokens=max_new_tokens)
-    # Prompts and answers are prose, which a pipe gets in lines of 80 columns as well.
-    bench.show(pair, answers, SafeConsole(stderr=json_path == STDOUT))
-    write_json(json_path, record)
+    record["interrupted"] = len(answers) < len(workload)
+    try:
+        write_json(json_path, record)
+    finally:
+        # Prompts and answers are prose, which a pipe gets in lines of 80 columns as well.
+        bench.show(pair, answers, SafeConsole(stderr=json_path == STDOUT))
     if not all(row["text_identical"] for row in record["rows"]):
         raise typer.Exit(1)
+    if record["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
 
 
 @takes_option_groups
@@ -77,18 +82,27 @@ def check(
     say(self_check, err=to_stderr)
     if not has_full_attention:
         say("  rows of a batch are decoded one by one, without trees: not all layers are full attention", err=to_stderr)
-    reports, rows = [], []
-    for prompt in workload:
-        report = compare_with_plain(pair.target, pair.drafter, pair.encode(prompt.text), max_new_tokens)
-        reports.append(report)
-        rows.append({**prompt.as_record(), **report.as_record()})
-        say(f"{prompt.task}: {report} ({report.statistics})", err=to_stderr)
+    reports: list[Any] = []
+    rows: list[dict[str, Any]] = []
+    try:
+        for prompt in workload:
+            report = compare_with_plain(pair.target, pair.drafter, pair.encode(prompt.text), max_new_tokens)
+            reports.append(report)
+            rows.append({**prompt.as_record(), **report.as_record()})
+            say(f"{prompt.task}: {report} ({report.statistics})", err=to_stderr)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+    is_interrupted = len(rows) < len(workload)
     if not any(report.statistics and report.statistics.num_accepted_draft_tokens for report in reports):
         say("No draft was accepted, so this shows little: is it the drafter of this target?", err=to_stderr)
     conditions = run_conditions(**pair.describe(), max_new_tokens=max_new_tokens, prompts=len(rows))
-    write_json(json_path, {"rows": rows, "self_check": self_check, "conditions": conditions})
+    record = {"rows": rows, "self_check": self_check, "conditions": conditions, "interrupted": is_interrupted}
+    write_json(json_path, record)
     if any(report.verdict == FAULT for report in reports):
         raise typer.Exit(1)
+    if is_interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 @takes_option_groups
@@ -104,10 +118,9 @@ def probe(
 
     workload = read_prompts(prompts or pair_options.own_prompts or HELD_OUT)
     record = bench.probe_prompts(pair_options.load(), workload, max_new_tokens)
-    show(bench.present(record), report_console(json_path))
-    write_json(json_path, record)
+    write_and_show(json_path, record, bench.present(record))
     if record["interrupted"]:
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
 
 
 def calibrate(
@@ -154,6 +167,8 @@ def calibrate(
         workload += [prompt for prompt in tasks_in_turn(read_prompts(FITTING)) if prompt not in workload]
     pair = PairOptions(target, str(drafter), threads=threads).load()
     result = bench.fit(pair, workload, max_new_tokens, SafeConsole(stderr=json_path == STDOUT))
+    if not dry_run:  # first: whatever becomes of what is printed, the fit is kept
+        bench.keep(drafter, result["fitted_decisions"])
     if json_path != STDOUT:
         say(json.dumps(result, indent=1))
     if json_path is not None:
@@ -163,8 +178,6 @@ def calibrate(
             prompts=len(workload), tasks=tasks, max_new_tokens=max_new_tokens, decoding=decoding, **pair.describe()
         )
         write_json(json_path, {**result, "conditions": {**conditions, "skipped_prompts": skip}})
-    if not dry_run:
-        bench.keep(drafter, result["fitted_decisions"])
 
 
 def plan(
@@ -195,8 +208,7 @@ def plan(
     available = gpu_memory * gpu_memory_utilization * bench.GIB
     conditions = {**vars(load), "target": Path(target).name, "drafter": Path(drafter).name}
     record = bench.as_record(counted, available, **conditions)
-    show(bench.present(record), report_console(json_path))
-    write_json(json_path, record)
+    write_and_show(json_path, record, bench.present(record))
 
 
 @takes_option_groups
@@ -210,5 +222,4 @@ def cost(
     from hf_dflow.bench.cost import compare, present
 
     record = compare(hosted, own, monthly_tokens)
-    show(present(record), report_console(json_path))
-    write_json(json_path, record)
+    write_and_show(json_path, record, present(record))

@@ -18,10 +18,21 @@ MEASURES = ("text", "tokens/step", "accepted", "target forwards", "tokens", "sec
 
 
 def compare(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Answer]:
-    """Decode each prompt greedily with each of [`STRATEGIES`]; "dflash" is this package's loop with the relay off."""
+    """Decode each prompt greedily with each of [`STRATEGIES`]; "dflash" is this package's loop with the relay off.
+
+    A `KeyboardInterrupt` after the first prompt ends it: the answers are those that were finished.
+    """
     contestants = [Contestant("dflash", pair.drafter, use_relay=False), Contestant("dflow", pair.drafter)]
     plan = Plan(contestants, [Mode()], max_new_tokens, with_plain=True)
-    return answer_all(pair.target, pair.encode_batch, enumerate(prompts), plan)
+    answers: list[Answer] = []
+    try:
+        for call in enumerate(prompts):
+            warmed = {} if answers else None
+            answers += answer_all(pair.target, pair.encode_batch, [call], plan, not_run=warmed)
+    except KeyboardInterrupt:
+        if not answers:
+            raise
+    return answers
 
 
 def as_record(answers: Sequence[Answer], **conditions: Any) -> dict[str, Any]:

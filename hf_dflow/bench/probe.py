@@ -182,4 +182,7 @@ def present(record: Mapping[str, Any]) -> Presentation:
         "most that reuse can win."
     )
     table = ResultTable("what rejected rows knew [95% interval]", ("task",), headings, rows)
-    return Presentation("What rejected rows knew", [table], [Remark(explanation)])
+    remarks = [Remark(explanation)]
+    if record.get("interrupted"):
+        remarks.append(Remark("The probing was interrupted: prompts that were not finished are missing.", "yellow"))
+    return Presentation("What rejected rows knew", [table], remarks)

@@ -32,6 +32,8 @@ def quantization_of_config(config: Any) -> dict[str, Any] | None:
     for part in (config, config.get_text_config()):
         given = getattr(part, "quantization_config", None)
         if given is not None:
+            if not isinstance(given, Mapping) and not hasattr(given, "to_dict"):
+                raise DFlowError(f"quantization_config is {type(given).__name__}, not an object; correct config.json")
             return dict(given) if isinstance(given, Mapping) else given.to_dict()
     return None
 
@@ -53,7 +55,17 @@ def quantized_bytes(model: torch.nn.Module, given: Mapping[str, Any]) -> dict[st
             f"quantization {method!r}: this plan cannot tell what is stored; it knows {', '.join(KEPT)}. Measure it, "
             "or plan with the configuration that is not quantized"
         )
-    experts = {name: weight for name, weight in model.named_parameters() if weight.dim() == 3}
+    try:
+        return _quantized_bytes(model, given, method)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DFlowError(
+            f"quantization {method!r}: its fields cannot be read ({type(error).__name__}: {error}); compare "
+            "quantization_config in config.json with what transformers documents for this method"
+        ) from error
+
+
+def _quantized_bytes(model: torch.nn.Module, given: Mapping[str, Any], method: str) -> dict[str, int]:
+    experts = _experts(model)
     if method == "mxfp4":
         return {
             name: _mxfp4(weight) for name, weight in experts.items() if not _is_kept(name, _kept(model, given), method)
@@ -73,6 +85,21 @@ def quantized_bytes(model: torch.nn.Module, given: Mapping[str, Any]) -> dict[st
         if not _is_kept(name, kept, method):
             stored[name] = weight.shape[0] * of_matrix(weight.shape[1], weight.shape[2])
     return stored
+
+
+def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Weights that hold a matrix for each expert; kernels of convolutions and position embeddings have three dimensions
+    as well, and are stored as they are."""
+    kernels = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d))
+    }
+    return {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.dim() == 3 and weight.shape[0] > 1 and id(weight) not in kernels
+    }
 
 
 def _kept(model: Any, given: Mapping[str, Any]) -> list[str]:

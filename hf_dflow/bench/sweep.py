@@ -205,6 +205,8 @@ def _verdict(interval: Sequence[float] | None) -> bool | None:
 
 
 def _recommendation(entry: Mapping[str, Any]) -> str:
+    if not isinstance(entry["speed_up"], Mapping):
+        return "not known: recorded without an interval"
     if entry["use_drafter"]:
         return "yes"
     if entry["use_drafter"] is False:
@@ -251,8 +253,13 @@ def present(record: Mapping[str, Any]) -> Presentation:
     for entry in record["best"]:
         setting = ", ".join(f"{name}={value}" for name, value in entry["generation_defaults"].items())
         condition = [entry["task"], f"{entry['temperature']:g}", str(entry["output_tokens"]), str(entry["concurrency"])]
-        rates = [f"{entry[key]:.2f}" for key in ("tokens_per_step", "tokens_per_target_forward")]
-        speed_up, count = with_interval(entry["speed_up"]), str(entry["speed_up"]["n"])
+        rates = [
+            f"{entry[key]:.2f}" if key in entry else "–" for key in ("tokens_per_step", "tokens_per_target_forward")
+        ]
+        # Earlier records hold a bare ratio, and no tokens per forward.
+        is_bare = not isinstance(entry["speed_up"], Mapping)
+        speed_up = f"{entry['speed_up']:.2f}" if is_bare else with_interval(entry["speed_up"])
+        count = "–" if is_bare else str(entry["speed_up"]["n"])
         rows.append([*condition, setting, count, *rates, speed_up, _recommendation(entry)])
     nothing = ["–"] * (len(MEASURES) - 1)
     rows += [["all", "all", "all", "all", f"block {size} not run", *nothing] for size in record["left_out"]]

@@ -110,10 +110,22 @@ def check_drafter_name(name: Any) -> None:
     Raises:
         `OSError`: Naming the drafters that are nearest.
     """
-    check_name(name)
     name = os.fspath(name)
+    try:
+        check_name(name)
+    except OSError as error:
+        words = _as_words(name)
+        similar = [words] if words in KNOWN else similar_drafters(words)
+        if os.path.exists(name) or not similar:
+            raise
+        raise OSError(unknown_drafter(name, similar)) from error
     if "/" not in name and (similar := similar_drafters(name)):
         raise OSError(unknown_drafter(name, similar))
+
+
+def _as_words(name: str) -> str:
+    """A name without what a shell or a sentence puts around or into it: blanks, quotes, `./`, a last slash."""
+    return "-".join(name.removeprefix("./").strip(" \t\n'\"`/").split())
 
 
 def similar_drafters(name: str) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from kit import PatternDrafter, tiny_drafter
 from typer.testing import CliRunner
 
-from hf_dflow import DFlowDrafter, tokenizer_fingerprint
+from hf_dflow import DFlowDrafter, console, tokenizer_fingerprint
 from hf_dflow.bench import answers, demo, pairs, smollm2
 from hf_dflow.bench.lossless import FAULT, LosslessReport
 from hf_dflow.bench.pairs import Pair, load_pair, usable_device
@@ -322,3 +322,35 @@ def test_one_convention_for_json(command, tmp_path, monkeypatch):
     assert result.exit_code == 0 and "out.json" in result.output
     assert "Wrote" not in result.stdout and len(result.stdout.splitlines()) > 3
     assert json.loads((tmp_path / "out.json").read_text()).keys() == record.keys()
+
+
+@pytest.mark.parametrize("command", ["demo", "check"])
+def test_an_interrupted_comparison_keeps_its_finished_prompts(command, pair, prompts, tmp_path, monkeypatch):
+    """N18: Ctrl-C in the second prompt takes the first one's figures with it."""
+    encode, encoded = Pair.encode, []
+
+    def interrupted(self, text):
+        encoded.append(text)
+        if len(encoded) > 1:
+            raise KeyboardInterrupt
+        return encode(self, text)
+
+    monkeypatch.setattr(Pair, "encode", interrupted)
+    out = tmp_path / "out.json"
+    done = run(command, "--prompts", prompts, "--max-new-tokens", NEW_TOKENS, "--json", out)
+    record = json.loads(out.read_text())
+    assert done.exit_code == 130 and record["interrupted"]
+    assert {row["prompt"] for row in record["rows"]} == {"one [bold]"}
+
+
+@pytest.mark.parametrize("command", [command for command in RECORDED if command.split()[0] in ("plan", "cost")])
+def test_a_closed_pipe_takes_no_record(command, tmp_path, monkeypatch):
+    """N18: `| head`, or a second Ctrl-C, while tables are printed, and what was measured is in no file."""
+    out = tmp_path / "out.json"
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(console, "print_table", closed)
+    run(*command.split(), "--json", out)
+    assert json.loads(out.read_text())

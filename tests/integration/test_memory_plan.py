@@ -317,3 +317,48 @@ def test_recurrent_states_are_counted(family):
     assert plan.target_cache_row == columns * (40 + drafter.drafts_per_block)
     narrow = make_plan(target.config, drafter, Load(max_model_len=40, dtype="bfloat16", has_holes=False))
     assert plan.states_row / 2 <= narrow.states_row < plan.states_row
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["gptq"],
+        {"quant_method": "gptq", "bits": 4, "group_size": None},
+        {"quant_method": "gptq", "bits": "4", "group_size": 32},
+        {"quant_method": "awq", "bits": None},
+        {"quant_method": "fp8", "weight_block_size": 128},
+        {**CT, "format": "pack-quantized", "config_groups": {"g": {"targets": ["Linear"], "weights": {"type": "int"}}}},
+        {**CT, "config_groups": [{}]},
+    ],
+    ids=str,
+)
+def test_fields_of_a_quantization_that_cannot_be_read(given):
+    """N14: a traceback for a field that is missing or of another type, in place of a refusal in words."""
+    config = AutoConfig.for_model("llama", **SIZES, intermediate_size=128)
+    config.quantization_config = given
+    with pytest.raises(DFlowError, match=r"config\.json"):
+        target_bytes(config, torch.bfloat16)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "fp8"])
+def test_only_matrices_of_experts_are_taken_for_experts(method):
+    """N14: a hybrid's convolution or a vision tower's probe, of three dimensions too, refused or counted as experts."""
+    given = {"quant_method": method, "load_in_4bit": method == "bitsandbytes", "bits": 4, "group_size": 32}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    text = {**SIZES, "intermediate_size": 128, "head_dim": 16}
+    for config in (
+        AutoConfig.for_model("gemma3", text_config=text, vision_config=vision),
+        AutoConfig.for_model("mamba2", hidden_size=64, num_heads=8, head_dim=16, num_hidden_layers=2, vocab_size=256),
+    ):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        stored = quantized_weights.quantized_bytes(model, given)
+        linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        assert stored and stored.keys() <= linears

@@ -151,3 +151,22 @@ def test_a_sweep_that_is_interrupted_keeps_what_was_finished(tmp_path, monkeypat
     report = CliRunner().invoke(app, ["bench", "report", str(copy), "--allow-open", "--html", str(tmp_path / "r.html")])
     assert report.exit_code == 0, report.output
     assert "the fastest setting" in (tmp_path / "r.html").read_text()
+
+
+def test_a_record_from_before_intervals_can_still_be_read(tmp_path):
+    """Bug: `bench report` calls a sweep's own record of an earlier release no record, or believes its "yes"."""
+    entry = {
+        "task": "chat",
+        "temperature": 0.0,
+        "output_tokens": 64,
+        "concurrency": 1,
+        "generation_defaults": {"num_draft_tokens": 3},
+        "tokens_per_step": 2.0,
+        "speed_up": 1.25,
+        "use_drafter": True,
+    }
+    path, html = tmp_path / "sweep.json", tmp_path / "report.html"
+    path.write_text(json.dumps({"points": [], "best": [entry], "left_out": {}, "conditions": []}))
+    done = CliRunner().invoke(app, ["bench", "report", str(path), "--html", str(html), "--allow-open"])
+    assert done.exit_code == 0, done.output
+    assert "1.25" in html.read_text() and "recorded without an interval" in html.read_text()

@@ -138,6 +138,16 @@ def test_a_misspelt_bundled_name_is_refused_at_once(name, nearest, no_requests):
         assert done.exit_code == 2 and f"Did you mean {nearest}" in " ".join((done.output + done.stderr).split())
 
 
+@pytest.mark.parametrize(
+    "name", ["tiny-airports-b8/", "./tiny-airports-b8", " tiny-airports-b8\n", "tiny airports b8", "'Tiny-Airport-B8'"]
+)
+def test_a_name_with_something_around_it_is_told_what_was_meant(name, tmp_path, monkeypatch, no_requests):
+    """N20: "no name on the Hub", and no word of the right one, for a bundled name with a blank or a slash."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="Did you mean tiny-airports-b8"):
+        DFlowDrafter.from_pretrained(name)
+
+
 @pytest.mark.parametrize("name", ["z-lab/Qwen3-8B-DFlash-b61", "zlab/Qwen3-8B-DFlash-b16"])
 @pytest.mark.parametrize("answer", [ConnectionError("no network"), RepositoryNotFoundError])
 def test_a_misspelt_repository_is_asked_for_once(name, answer, monkeypatch):
