@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from hf_dflow.bench.answers import Answer, Plan, answer_all
+from hf_dflow.bench.answers import Answer, NotRun, Plan, answer_all
 from hf_dflow.bench.conditions import run_conditions
 from hf_dflow.bench.pairs import Pair
 from hf_dflow.bench.strategies import Contestant, Mode
@@ -27,7 +27,7 @@ def compare(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> list[
     answers: list[Answer] = []
     try:
         for call in enumerate(prompts):
-            warmed = {} if answers else None
+            warmed: NotRun | None = {} if answers else None
             answers += answer_all(pair.target, pair.encode_batch, [call], plan, not_run=warmed)
     except KeyboardInterrupt:
         if not answers:
