@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import padded
 from hybrids import FAMILIES, IMAGE, followed, hybrid, image_inputs, multimodal_hybrid
-from internals import RecurrentStates, capture_features
+from internals import RecurrentStates, capture_features, check_of
 from law import VOCAB, Loop, law_error, three_token_drafter
 from test_alignment import PROMPT_LENGTH, misaligned_slots, see_through_drafter, watch
 from transformers import DynamicCache, StoppingCriteriaList
@@ -406,6 +406,7 @@ def _off_by(offset: int):
 )
 def test_a_wrong_rollback_is_seen(monkeypatch, family, broken):
     """Guards the tests above."""
+    check_of(hybrid(family))  # which would see it first
     monkeypatch.setattr(RecurrentStates, "advance", broken)
     output = kit.decode(hybrid(family), pattern_drafter(family), prompt_of(family), NEW_TOKENS)
     plain = kit.plain_greedy(hybrid(family), prompt_of(family), NEW_TOKENS, return_dict_in_generate=True)
