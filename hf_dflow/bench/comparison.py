@@ -274,10 +274,10 @@ def parts_of(measured: Mapping[str, Any]) -> dict[str, Any]:
 def _drafts(counts: Mapping[str, Any] | None, times: Mapping[str, Any], prompts: int) -> list[str]:
     forwards = f"{times['target_forwards_per_token']:.3f}"
     if counts is None:
-        return ["1", str(prompts), *[NONE] * 4, forwards, NONE]
+        return [str(prompts), "1", *[NONE] * 4, forwards, NONE]
     return [
-        with_interval(counts["tokens_per_step"]),
         str(prompts),
+        with_interval(counts["tokens_per_step"]),
         f"{counts['mean_accepted_length']:.2f}",
         f"{counts['draft_acceptance_rate']:.1%}",
         f"{counts['wasted_ratio']:.1%}",

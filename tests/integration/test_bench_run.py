@@ -262,6 +262,11 @@ def test_what_cannot_batch_says_so(batched):
     assert set(measured["all"]["contestants"]) == {"dflash"} and set(measured["latency"]) == {"plain", "dflash"}
     shown = comparison.present(batched)
     assert any(row[:3] == ["all", "assisted", "not run"] for row in shown.tables[0].rows)
+    drafts = shown.tables[0]
+    for row in drafts.rows:  # N17: the number of prompts under "tokens/step", and tokens per step under "prompts"
+        cells = dict(zip([*drafts.keys, *drafts.measures], row, strict=True))
+        if cells["prompts"] != "not run":
+            assert cells["prompts"] == str(comparison.parts_of(measured)[row[0]]["prompts"])
     assert any("assisted was not run: transformers' assisted" in remark.text for remark in shown.remarks)
 
 
