@@ -1,6 +1,7 @@
 """What a target can do is measured before it decodes: what it cannot is refused, or decoded row by row."""
 
 import copy
+import threading
 import types
 
 import families
@@ -313,3 +314,23 @@ def test_filled_cache_of_a_refused_target_costs_no_forward():
         kit.dflow_greedy(target, kit.tiny_drafter(target, 8), whole, max_new_tokens=4, **{kit.CACHE: held})
     handle.remove()
     assert not calls
+
+
+def test_first_calls_of_several_threads():
+    """One thread's check takes away what the others' forwards read: hooks that transformers puts in at its first."""
+    target, prompt, results = kit.tiny_target(dtype=torch.float32, seed=5), kit.prompt_of(12), []
+    text = kit.plain_greedy(target, prompt, 40)
+
+    def call():
+        drafter = kit.tiny_drafter(target, 8, drafter_class=kit.OracleDrafter).follow(text, 12)
+        try:
+            results.append(torch.equal(kit.decode(target, drafter, prompt, 24).sequences, text[:, :36]))
+        except Exception as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
