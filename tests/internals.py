@@ -49,6 +49,7 @@ __all__ = [
     "TRIAL",
     "WRAPPED",
     "BackOff",
+    "DraftCache",
     "DraftTree",
     "LengthPlanner",
     "RecurrentStates",

@@ -8,10 +8,11 @@ import pytest
 import torch
 from batches import padded
 from hybrids import FAMILIES, IMAGE, followed, hybrid, image_inputs, multimodal_hybrid
-from internals import RecurrentStates, capture_features, check_of
+from internals import DraftCache, RecurrentStates, capture_features, check_of
 from law import VOCAB, Loop, law_error, three_token_drafter
 from test_alignment import PROMPT_LENGTH, misaligned_slots, see_through_drafter, watch
 from transformers import DynamicCache, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dflow import UnsupportedGenerationError
@@ -412,6 +413,25 @@ def test_a_wrong_rollback_is_seen(monkeypatch, family, broken):
     plain = kit.plain_greedy(hybrid(family), prompt_of(family), NEW_TOKENS, return_dict_in_generate=True)
     is_seen = difference(kit.cache_of(output), kit.cache_of(plain)) > 100 * STATE
     assert is_seen or not torch.equal(output.sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_that_is_not_cropped_is_seen(monkeypatch, family):
+    """Guards the tests above: one rejected row stays among the keys, while the states are right."""
+    check_of(hybrid(family))
+    honest = DynamicLayer.crop
+    monkeypatch.setattr(DynamicLayer, "crop", lambda layer, rows: honest(layer, rows + 1) if rows < -1 else None)
+    output = kit.decode(hybrid(family), pattern_drafter(family), prompt_of(family), NEW_TOKENS)
+    assert not torch.equal(output.sequences, text(family))
+
+
+def test_features_given_twice_are_refused():
+    """Guards the tests above: features of a step that the drafter's cache already holds."""
+    held = DraftCache(kit.shared_drafter("llama"))
+    features = torch.zeros(1, 3, 2 * kit.HIDDEN_SIZE, dtype=torch.float64)
+    held.append_context(features, [0], [3])
+    with pytest.raises(ValueError, match="expected 3"):
+        held.append_context(features, [0], [3])
 
 
 def test_returned_cache_is_copied_as_any_other():
