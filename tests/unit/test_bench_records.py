@@ -216,7 +216,7 @@ def test_report_is_one_file_that_holds_all():
     assert "12.5% [12.5%, 12.5%]" in html  # what the probe saw
     assert "4 with it" in html and "5.00 MiB" in html and "provider keeps" in html
     value = mode["all"]["contestants"]["dflow"]["tokens_per_step"]["value"]
-    assert re.search(rf'<td class="key">dflow</td><td>{value:.2f} \[', html)
+    assert re.search(rf'<td class="key">dflow</td><td>\d+</td><td>{value:.2f} \[', html)
     assert html.index("Rollout checklist") > html.index("Cost") and html.count("☑") + html.count("☐") == 10
 
 
