@@ -19,6 +19,7 @@ from hf_dflow.generation import (
     measure,
     mixture,
     pair,
+    recurrent,
     selfcheck,
     step,
     verification,
@@ -323,3 +324,8 @@ def watch_blocks(monkeypatch) -> list[tuple[int, torch.Tensor]]:
 
     monkeypatch.setattr(drafting.DraftSession, "block_hidden", watched)
     return blocks
+
+
+def keep_time_steps_clamped(monkeypatch, smallest: float) -> None:
+    """Negative control: blocks clamp time steps as prompts do."""
+    monkeypatch.setattr(recurrent, "ANY_SIZE", (smallest, float("inf")))

@@ -60,12 +60,6 @@ def _crop_layer(layer: Any, rows: int) -> None:
         layer.crop(-rows)
 
 
-def crop_recurrent(cache: Cache, rows: int) -> None:
-    """`crop` of those layers alone that hold a state beside keys."""
-    for layer in filter(is_recurrent, cache.layers):
-        crop_keys(layer, rows)
-
-
 def length(cache: Cache) -> int | None:
     """Tokens of which `cache` holds keys and values; `None` where it has recurrent layers only."""
     layers: list[Any] = cache.layers

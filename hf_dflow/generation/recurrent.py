@@ -2,8 +2,8 @@
 
 Rejected drafts cannot be cropped out of a recurrent state. So the states are copied before a block's forward, and the
 inputs of the mixers that update them are recorded in it. Once it is known how many rows a sequence keeps, the copies
-are put back and the mixers alone run again over the kept rows (*state advance*, docs/method.md). The rest of the target
-computes no token twice, and blocks keep their size.
+are put back and the mixers alone run again over the kept rows (*state advance*, docs/how-it-works.md). The rest of the
+target computes no token twice, and blocks keep their size.
 """
 
 import threading
@@ -74,6 +74,30 @@ def steps_of_any_size(mixers: list[Any]) -> Iterator[None]:
             mixer.time_step_limit = limit
 
 
+@dataclass(frozen=True)
+class Part:
+    """The first `count` of a block's `length` tokens, of some or all of its `batch_size` rows."""
+
+    length: int
+    count: int
+    batch_size: int
+    rows: torch.Tensor | None = None  # None for all
+
+    def of(self, value: Any) -> Any:
+        """What belongs to it of a mixer's inputs, whose tensors have rows and tokens first, or tokens alone."""
+        if isinstance(value, torch.Tensor):
+            if value.ndim == 1:
+                return value[: self.count] if value.shape[0] == self.length else value
+            if self.rows is not None and value.ndim and value.shape[0] == self.batch_size:
+                value = value.index_select(0, self.rows.to(value.device))
+            return value[:, : self.count] if value.ndim and value.shape[1] == self.length else value
+        if isinstance(value, tuple | list):
+            return type(value)(map(self.of, value))
+        if isinstance(value, dict):
+            return {name: self.of(part) for name, part in value.items()}
+        return value
+
+
 @dataclass
 class MixerCall:
     """What a mixer was called with in a block's forward."""
@@ -82,13 +106,12 @@ class MixerCall:
     args: tuple
     kwargs: dict[str, Any]
 
-    def run_again(self, rows: torch.Tensor | None, length: int, count: int) -> None:
-        """Run the mixer over the first `count` of the block's `length` rows, of the sequences `rows` (`None`: all).
+    def run_again(self, part: "Part") -> None:
+        """Run the mixer over a part of the block.
 
         Not as `mixer(…)`: hooks that somebody else put there belong to a forward of the whole model.
         """
-        args, kwargs = (_cut(values, rows, length, count) for values in (self.args, self.kwargs))
-        self.mixer.forward(*args, **kwargs)
+        self.mixer.forward(*part.of(self.args), **part.of(self.kwargs))
 
 
 class RecurrentStates:
@@ -165,7 +188,7 @@ class RecurrentStates:
             for count in sorted(set(counts)):
                 rows = [row for row, its_count in enumerate(counts) if its_count == count]
                 if count < self.length:
-                    self._advance_rows(None if len(rows) == len(counts) else rows, count)
+                    self._advance_rows(rows, count, len(counts))
         self._calls, self.length = [], 0
 
     def take_back(self) -> None:
@@ -225,32 +248,37 @@ class RecurrentStates:
         for layer, had_state in zip(self.layers, self._had_state, strict=True):
             layer.has_previous_state.update(had_state)
 
-    def _advance_rows(self, rows: list[int] | None, count: int) -> None:
-        """Put the states of `rows` (`None`: of all) back and advance them by the first `count` tokens."""
-        if rows is None:
+    def _advance_rows(self, rows: list[int], count: int, batch_size: int) -> None:
+        """Put the states of `rows` back and advance them by the first `count` tokens."""
+        if len(rows) == batch_size:
             self._put_back()
-            self._run_mixers(None, count)
+            self._run_mixers(Part(self.length, count, batch_size))
             return
         live, selection = dict(self._live()), torch.tensor(rows)
         for (number, kind, index), state in live.items():
             part = self._copies[number, kind, index].index_select(0, selection.to(state.device))
             getattr(self.layers[number], kind)[index] = part
         try:
-            self._run_mixers(selection, count)
+            self._run_mixers(Part(self.length, count, batch_size, selection))
         finally:
             for (number, kind, index), state in live.items():
                 states = getattr(self.layers[number], kind)
                 state.index_copy_(0, selection.to(state.device), states[index])
                 states[index] = state
 
-    def _run_mixers(self, rows: torch.Tensor | None, count: int) -> None:
-        if not count:
+    def _run_mixers(self, part: Part) -> None:
+        if not part.count:
             return
+        if {id(call.mixer) for call in self._calls} != {id(mixer) for mixer in self._mixers or []}:
+            raise RuntimeError(
+                f"Not all recurrent layers of {type(self.model).__name__} were seen in its last forward: its modules "
+                "or their hooks were changed meanwhile, or it runs compiled without them. Decode without the drafter."
+            )
         mixed = [layer for layer in self.layers if has_keys(layer)]
         held = [{name: value for name, value in vars(layer).items() if name in KEYS} for layer in mixed]
         with in_turn(self.model), steps_of_any_size(self._clamping):
             for call in self._calls:
-                call.run_again(rows, self.length, count)
+                call.run_again(part)
         for layer, values in zip(mixed, held, strict=True):  # a mixer may add keys too; those of its block are there
             vars(layer).update(values)
 
@@ -359,21 +387,3 @@ def _noting(update: Any, stack: list[MixerCall], found: dict[int, MixerCall]) ->
         return update(*args, **kwargs)
 
     return noting
-
-
-def _cut(value: Any, rows: torch.Tensor | None, length: int, count: int) -> Any:
-    """The part of a mixer's inputs that belongs to `rows` and to the first `count` of `length` tokens.
-
-    Tensors have tokens as their second dimension, or as their only one.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.ndim == 1:
-            return value[:count] if value.shape[0] == length else value
-        if rows is not None and value.ndim and value.shape[0] > 1:
-            value = value.index_select(0, rows.to(value.device))
-        return value[:, :count] if value.ndim and value.shape[1] == length else value
-    if isinstance(value, tuple | list):
-        return type(value)(_cut(part, rows, length, count) for part in value)
-    if isinstance(value, dict):
-        return {name: _cut(part, rows, length, count) for name, part in value.items()}
-    return value

@@ -227,7 +227,6 @@ class TargetTrial:
         for i in range(KEPT + 1):
             outputs = self._forward(held, self.tokens[:, i : i + 1], columns=self.columns + i, start=self.start + i)
             rows.append(outputs.logits[:, -1:])
-            caches.shrink_recurrent(held)
         return torch.cat(rows, dim=1)
 
     def _forward(
@@ -272,11 +271,11 @@ class TargetTrial:
                 inputs["attention_mask"] = None
         if states:
             inputs["output_hidden_states"] = True
-        states_of_layers = recurrent or RecurrentStates(self.model, held)
-        with states_of_layers.forward(num_drafts + 1, is_recorded=columns > 0):
+        is_kept = recurrent is None  # nothing will be rolled back
+        with (recurrent or RecurrentStates(self.model, held)).forward(num_drafts + 1, is_recorded=columns > 0):
             outputs = self._run(inputs)
-        if recurrent is None and states_of_layers:  # nothing will be rolled back
-            caches.crop_recurrent(held, 0)
+        if is_kept:
+            caches.shrink_recurrent(held)
         return outputs
 
     def _mask(self, width: int) -> torch.Tensor:
