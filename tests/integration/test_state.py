@@ -10,7 +10,7 @@ import pytest
 import torch
 from batches import LENGTHS, following, generate, new_tokens_of, padded, plain_ids, prompt, target_of, text
 from hybrids import hybrid
-from internals import clamping_mixers, draft_cache_numbers, forget_checks, watch_draft_caches
+from internals import check_of, clamping_mixers, draft_cache_numbers, forget_checks, watch_draft_caches
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, set_seed
 
 from hf_dflow import DFlowDrafter, DFlowGenerationConfig
@@ -225,6 +225,37 @@ def test_two_threads_share_a_target_with_recurrent_layers(family):
     assert [mixer.time_step_limit for mixer in clamping_mixers(target)] == limits
     hooks = [hook for module in target.modules() for hook in module._forward_pre_hooks.values()]
     assert not any(hook.__module__.startswith("hf_dflow") for hook in hooks)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_plain_forward_of_another_thread_leaves_the_search_for_mixers_alone(family):
+    """Hooks of a call that fire in a plain forward of another thread, which began before them and ends among them."""
+    target, own = hybrid(family), threading.get_ident()
+    text = kit.plain_greedy(target, kit.prompt_of(12, 3), NEW_TOKENS + 8)
+    drafter = kit.tiny_drafter(target, 8, drafter_class=kit.PatternDrafter).follow(text, 12)
+    drafter.pattern = [2, 4, 7, 0, 1]
+    check_of(target)
+    is_inside, may_go_on, others = threading.Event(), threading.Event(), []
+    beside = threading.Thread(target=lambda: others.append(target(text[:, :5])))
+
+    def meet(*_):
+        if threading.get_ident() != own:
+            is_inside.set()
+            assert may_go_on.wait(60)
+        elif not may_go_on.is_set():  # in the prefill
+            may_go_on.set()
+            beside.join(60)
+
+    handle = target.get_decoder().layers[-1].register_forward_pre_hook(meet)
+    try:
+        beside.start()
+        assert is_inside.wait(60)
+        output = kit.decode(target, drafter, text[:, :12], NEW_TOKENS)
+    finally:
+        may_go_on.set()
+        handle.remove()
+    assert torch.equal(output.sequences, text[:, :-8]) and len(others) == 1
+    kit.assert_not_vacuous(output.statistics)
 
 
 # -- what the caller handed over
