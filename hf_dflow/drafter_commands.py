@@ -89,7 +89,7 @@ def info(drafter: DrafterArgument, json_path: JsonOption = None) -> None:
 def export(
     drafter: DrafterArgument,
     output: Annotated[Path, typer.Argument(help="A folder that is new or empty.")],
-    to: Annotated[str, typer.Option("--to", help="dflash (z-lab) or speculators (vLLM).")],
+    to: Annotated[str, typer.Option("--to", help="vllm (with this package's plugin), dflash (z-lab) or speculators.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the drafter.")] = None,
     num_target_layers: Annotated[int | None, typer.Option(min=1, help="Where the drafter does not say.")] = None,
 ) -> None:
@@ -102,7 +102,7 @@ def export(
         say(line)
     parts = {"relay": model.relay, "causal correction": model.causal_correction}
     aside = [name for name, part in parts.items() if part is not None]
-    if aside:
+    if aside and to != "vllm":
         say(f"Kept aside: {' and '.join(aside)}. These servers draft without; DFlowDrafter.from_pretrained finds it.")
 
 

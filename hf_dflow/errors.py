@@ -23,3 +23,7 @@ class PairMismatchError(DFlowError, ValueError):
 
 class UnsupportedGenerationError(DFlowError, ValueError):
     """An option of `generate` that `speculation_type="dflow"` cannot honour exactly."""
+
+
+class EngineError(DFlowError, RuntimeError):
+    """Another engine, such as vLLM, is not as the plugin for it needs it, or cannot draft with this drafter."""

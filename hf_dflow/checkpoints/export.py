@@ -1,8 +1,8 @@
 """Our drafters in the layouts of other servers, and back without a bit lost.
 
-What a layout cannot express is kept beside it: relay and causal correction in `hf_dflow/parts.safetensors` (a folder
-below, where no server looks for weights), and fields that the layout would not give back under `"hf_dflow"` in
-config.json.
+The layout for vLLM with this package's plugin holds all weights. What another layout cannot express is kept beside it:
+relay and causal correction in `hf_dflow/parts.safetensors` (a folder below, where no server looks for weights), and
+fields that a layout would not give back under `"hf_dflow"` in config.json.
 """
 
 import json
@@ -16,13 +16,13 @@ from hf_dflow.checkpoints.dflash import export_dflash
 from hf_dflow.checkpoints.files import OWN_PARTS_FILE
 from hf_dflow.checkpoints.layout import StoredTensor
 from hf_dflow.checkpoints.speculators import export_speculators
+from hf_dflow.checkpoints.vllm import OWN_WEIGHTS, export_vllm
 from hf_dflow.errors import DrafterConfigError
 from hf_dflow.text import give_usual_modes
 
 __all__ = ["export_drafter"]
 
-OWN_PARTS = ("relay.", "causal_correction.")
-EXPORTERS = {"dflash": export_dflash, "speculators": export_speculators}
+EXPORTERS = {"vllm": export_vllm, "dflash": export_dflash, "speculators": export_speculators}
 
 
 def export_drafter(drafter: Any, folder: str | Path, to: str, num_target_layers: int | None = None) -> list[str]:
@@ -31,7 +31,8 @@ def export_drafter(drafter: Any, folder: str | Path, to: str, num_target_layers:
     Args:
         drafter (`DFlowDrafter`): In the dtype to be stored.
         folder (`str` or `Path`): Empty, or not there yet.
-        to (`str`): "dflash" (z-lab's) or "speculators" (vLLM's); DFlash 2 of either where the drafter has its parts.
+        to (`str`): "vllm" (for vLLM with this package's plugin: with relay and causal correction), "dflash" (z-lab's)
+            or "speculators" (vLLM's); DFlash 2 of the last two where the drafter has its parts.
         num_target_layers (`int`, *optional*): Where the drafter does not record it; z-lab's layout needs it.
 
     Returns:
@@ -47,7 +48,9 @@ def export_drafter(drafter: Any, folder: str | Path, to: str, num_target_layers:
         raise DrafterConfigError(f"--to {to} is unknown; use one of {', '.join(EXPORTERS)}.")
     config = drafter.config
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    parts = {name: weights.pop(name) for name in list(weights) if name.startswith(OWN_PARTS)}
+    parts = {}  # kept aside
+    if to != "vllm":
+        parts = {name: weights.pop(name) for name in list(weights) if name.startswith(OWN_WEIGHTS)}
     export = EXPORTERS[to](config, weights, num_target_layers)
     stored = {name: StoredTensor("", tuple(weight.shape), weight.dtype) for name, weight in export.weights.items()}
     read_back = type(config)(**export.layout.read_fields(export.config, str(folder), stored, {}))

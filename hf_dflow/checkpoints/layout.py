@@ -42,6 +42,7 @@ class Layout:
     description: str  # for error messages
     renamed: Mapping[str, str] = {}  # stored tensor name -> ours, where they differ
     training_only: tuple[str, ...] = ()  # stored tensors that drafting does not need
+    holds_own_parts = False  # whether relay and causal correction, which other formats lack, are among its weights
     needs_weights = False  # whether the fields depend on which tensors are stored
 
     def matches(self, raw: Mapping[str, Any]) -> bool:
@@ -77,6 +78,7 @@ class Layout:
 class OwnLayout(Layout):
     """This package's own: config.json holds the fields of [`DFlowDrafterConfig`], the weights have our names."""
 
+    holds_own_parts = True
     model_type = "dflow_drafter"
     description = f"'model_type': '{model_type}' (this package)"
 

@@ -11,9 +11,11 @@ from hf_dflow.checkpoints.files import read_config, read_tensors, stored_tensors
 from hf_dflow.checkpoints.layout import Layout, OwnLayout, StoredTensor, refuse
 from hf_dflow.checkpoints.native import NativeLayout
 from hf_dflow.checkpoints.speculators import SpeculatorsLayout
+from hf_dflow.checkpoints.vllm import VllmLayout
 
 LAYOUTS: dict[str, Layout] = {
     "dflow": OwnLayout(),
+    "vllm": VllmLayout(),
     "dflash": DFlashLayout(),
     "dflash2": DFlash2Layout(),
     "speculators": SpeculatorsLayout(),
@@ -74,7 +76,8 @@ def read_checkpoint(
     has_relay = bool(exported.get("use_relay")) and overrides.get("use_relay") is not False
     has_correction = exported.get("correction_intermediate_size") is not None
     stored = stored_tensors(path, hub_options, variant, has_relay or has_correction)
-    if exported and not has_relay:
+    is_unwanted = overrides.get("use_relay") is False if layout.holds_own_parts else bool(exported) and not has_relay
+    if is_unwanted:
         stored = {name: tensor for name, tensor in stored.items() if not name.startswith("relay.")}
     fields = read_fields(raw, layout, source, stored, {**exported, **overrides})
     return Checkpoint(path, layout, stored, {**fields, **exported, "dtype": fields["dtype"]}, commit)

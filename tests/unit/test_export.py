@@ -144,8 +144,32 @@ def test_what_a_layout_lacks_is_kept_aside(to, tmp_path, target):
 
 
 @pytest.mark.parametrize(
+    "overrides",
+    [{}, {"correction_intermediate_size": 8, "correction_top_k": 3}, {"relay_norm_affine": True}, {"use_relay": False}],
+    ids=["relay", "relay and correction", "relay with an affine norm", "neither"],
+)
+def test_the_layout_for_vllm_holds_everything(overrides, tmp_path, target):
+    """Bug: stock vLLM draws the drafter without its relay and says nothing, or a part or a field gets lost."""
+    drafter = make(target, **overrides)
+    [line] = export_drafter(drafter, tmp_path / "served", "vllm")
+    assert json.loads((tmp_path / "served/config.json").read_text())["architectures"] == ["DFlashDFlowDraftModel"]
+    assert sorted(file.name for file in (tmp_path / "served").iterdir()) == ["config.json", "model.safetensors"]
+    assert_same(drafter, tmp_path / "served")
+    without = DFlowDrafter.from_pretrained(tmp_path / "served", use_relay=False)
+    assert without.relay is None
+    settings = json.loads(line.split("'")[1])
+    assert settings == {"method": "dflash", "model": str(tmp_path / "served"), "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
     "to, overrides, named",
     [
+        ("vllm", {"sample_from_anchor": True}, "sample_from_anchor"),
+        ("vllm", {"output_head": "own"}, "head of its own"),
+        ("vllm", {"output_multiplier": 2.0}, "scaled or capped"),
+        ("vllm", {"final_logit_softcapping": 30.0}, "scaled or capped"),
+        ("vllm", {"input_embedding_scale": 2.0}, "embeddings are scaled"),
+        ("vllm", {"conv_kernel_size": 2, "conv_group_size": 8}, "DFlash 2"),
         ("dflash", {"sample_from_anchor": True}, "sample_from_anchor"),
         ("dflash", {"input_embedding": "target"}, "input_embedding='raw'"),
         ("dflash", {"output_head": "own"}, "head of its own"),
@@ -156,7 +180,7 @@ def test_what_a_layout_lacks_is_kept_aside(to, tmp_path, target):
         ("speculators", SLIDING, "from each row"),
         ("speculators", {"output_multiplier": 2.0}, "logits"),
         ("speculators", {"selector_rank": 6, "selector_top_k": 5}, "not both"),
-        ("gguf", {}, "use one of dflash, speculators"),
+        ("gguf", {}, "use one of vllm, dflash, speculators"),
     ],
 )
 def test_what_a_layout_cannot_express_is_refused(to, overrides, named, tmp_path, target):

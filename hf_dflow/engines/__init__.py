@@ -1,0 +1,1 @@
+"""Drafting inside other people's engines."""
