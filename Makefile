@@ -37,8 +37,8 @@ test: $(VENV)/.stamp  ## tests/unit, tests/integration and tests/real on the new
 test-oldest: $(OLDEST)/.stamp  ## those of seam, loop, caches, loading and training parity, on the oldest transformers
 	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) -m oldest
 
-test-vllm: $(VLLM)/.stamp  ## tests/vllm: the plugin inside vLLM on a CPU, in an environment of its own; minutes
-	$(VLLM)/bin/python -m pytest $(PYTEST_ARGS) tests/vllm
+test-vllm: $(VLLM)/.stamp  ## tests/engines: the plugin inside vLLM on a CPU, in an environment of its own; minutes
+	$(VLLM)/bin/python -m pytest $(PYTEST_ARGS) tests/engines
 
 test-nightly: $(VENV)/.stamp  ## what takes minutes: tests/nightly, and 2,000 random batches
 	HF_DFLOW_CASES=2000 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/nightly tests/integration/test_batch_property.py
