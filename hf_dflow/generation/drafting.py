@@ -14,6 +14,7 @@ from hf_dflow.generation.rows import Row
 from hf_dflow.generation.step import DraftTree, Proposal, VerifierFeedback
 from hf_dflow.kernels import draw_tokens
 from hf_dflow.model.drafter import DFlowDrafter
+from hf_dflow.model.heads import Candidates
 
 CHILDREN = 16  # of a tree's node, at most
 
@@ -23,25 +24,36 @@ class Slots:
     """A block's slots before any draft was chosen."""
 
     logits: torch.Tensor  # [B, N, V] unprocessed, float32 or float64, on the target's device; -inf: never drafted
-    candidates: Any  # where each draft conditions on the previous one, see `DFlowDrafter.candidates`; else None
+    candidates: (
+        Candidates | None
+    )  # where each draft conditions on the previous one, see `DFlowDrafter.candidates`; else None
     is_finite: torch.Tensor  # [B]
     lengths: tuple[int, ...]  # slots of each row that count
     device: torch.device  # of the drafter's states
+    anchor_ids: torch.Tensor  # [B] the token before the first slot
 
     def expansion(self) -> Expand:
-        """How the slots of a single row continue a path: alike behind every token, or as the candidates are scored."""
-        vocab_size = self.logits.shape[-1]
-        width = min(CHILDREN, vocab_size)
+        """How the slots of a single row continue a path: alike behind every token, or as the candidates are scored.
+
+        All of it is computed at once, so that a tree costs one wait for the device and not one for each node.
+        """
+        width = min(CHILDREN, self.logits.shape[-1])
         if self.candidates is None:
             top = self.logits[0].log_softmax(dim=-1).topk(width, dim=-1)
             tokens, log_probs = top.indices.tolist(), top.values.tolist()
             return lambda slot, previous: (tokens[slot], log_probs[slot])
+        candidates = self.candidates
+        with torch.autocast(self.device.type, enabled=False):  # a tree grows outside of the session's methods
+            first = candidates.scores[:, 0] + candidates.change(0, self.anchor_ids.to(self.device))
+            after = torch.cat([first[0, None, None].expand(1, *2 * first.shape[-1:]), candidates.following()[0]])
+        top = after.log_softmax(dim=-1).topk(min(width, after.shape[-1]), dim=-1)  # [N, K, children]
+        ids = candidates.token_ids[0]
+        children, log_probs = ids[:, None].expand(after.shape).gather(-1, top.indices).tolist(), top.values.tolist()
+        places = [{}, *({token: place for place, token in enumerate(slot)} for slot in ids[:-1].tolist())]
 
         def expand(slot: int, previous: int) -> tuple[list[int], list[float]]:
-            with torch.autocast(self.device.type, enabled=False):  # a tree grows outside of the session's methods
-                logits = self.candidates.logits(slot, torch.tensor([previous], device=self.device), vocab_size)[0]
-            top = logits.log_softmax(dim=-1).topk(width)
-            return top.indices.tolist(), top.values.tolist()
+            place = places[slot].get(previous, 0)  # the first slot is the same at every place
+            return children[slot][place], log_probs[slot][place]
 
         return expand
 
@@ -151,7 +163,7 @@ class DraftSession:
         if self.use_correction or self.drafter.causal_correction is None:
             hidden = torch.where(is_finite.to(hidden.device)[:, None, None], hidden, 0.0)
             candidates = self.drafter.candidates(hidden, logits.to(hidden.device), self.embedding, self.head)
-        return Slots(logits, candidates, is_finite, tuple(lengths), hidden.device)
+        return Slots(logits, candidates, is_finite, tuple(lengths), hidden.device, anchor_ids)
 
     @_own_precision
     def choose(self, rows: list[Row], slots: Slots, uniforms: torch.Tensor | None) -> Proposal:

@@ -28,8 +28,18 @@ class Candidates:
         scores = self.scores[:, slot] + self.change(slot, previous_ids)
         return scores.new_full((len(scores), vocab_size), -torch.inf).scatter(-1, self.token_ids[:, slot], scores)
 
+    def following(self) -> torch.Tensor:
+        """Scores `[B, N - 1, K, K]` of every pair of candidates: entry `[b, i, j, k]` is that of candidate k of slot
+        i + 1 after candidate j of slot i.
+        """
+        return self.scores[:, 1:, None] + self.changes(self.token_ids[:, :-1])
+
     def change(self, slot: int, previous_ids: torch.Tensor) -> torch.Tensor:
         """What `previous_ids` `[B]` change in the scores of a slot's candidates, `[B, K]`."""
+        raise NotImplementedError
+
+    def changes(self, previous_ids: torch.Tensor) -> torch.Tensor:
+        """The same for slots from the second on, after several tokens each: `[B, N - 1, P]` -> `[B, N - 1, P, K]`."""
         raise NotImplementedError
 
 
@@ -63,9 +73,14 @@ class _SelectorCandidates(Candidates):
         self._rows = rows * selector.hidden_projection(hidden)[:, :, None]  # [B, N, K, R]
 
     def change(self, slot, previous_ids):
-        is_known = previous_ids < self._codebook.num_embeddings  # a target may emit tokens that a smaller drafter lacks
-        previous = self._codebook(previous_ids.where(is_known, 0)) * is_known[:, None]
-        return (self._rows[:, slot] * previous[:, None]).sum(dim=-1)
+        return (self._rows[:, slot] * self._previous(previous_ids)[:, None]).sum(dim=-1)
+
+    def changes(self, previous_ids):
+        return self._previous(previous_ids) @ self._rows[:, 1:].mT
+
+    def _previous(self, token_ids: torch.Tensor) -> torch.Tensor:
+        is_known = token_ids < self._codebook.num_embeddings  # a target may emit tokens that a smaller drafter lacks
+        return self._codebook(token_ids.where(is_known, 0)) * is_known[..., None]
 
 
 class CausalCorrection(nn.Module):
@@ -97,8 +112,8 @@ class CorrectedCandidates(Candidates):
         correction (`CausalCorrection`): The head.
         hidden (`torch.Tensor` of shape `(B, N, H)`): Final states of the slots.
         logits (`torch.Tensor` of shape `(B, N, V)`): Their logits, processed or not.
-        embed (`Callable`): Token ids `[B]` to input embeddings `[B, H]`.
-        score (`Callable`): States `[B, H]` and token ids `[B, K]` to logits `[B, K]`.
+        embed (`Callable`): Token ids `[...]` to input embeddings `[..., H]`.
+        score (`Callable`): States `[..., P, H]` and token ids `[..., K]` to logits `[..., P, K]`.
     """
 
     def __init__(
@@ -115,11 +130,17 @@ class CorrectedCandidates(Candidates):
 
     def change(self, slot, previous_ids):
         added = self._correction.correction(self._hidden[:, slot], self._embed(previous_ids))
-        return self._score(added, self.token_ids[:, slot]).to(self.scores)
+        return self._score(added[:, None], self.token_ids[:, slot])[:, 0].to(self.scores)
+
+    def changes(self, previous_ids):
+        hidden = self._hidden[:, 1:, None].expand(*previous_ids.shape, -1)
+        added = self._correction.correction(hidden, self._embed(previous_ids))
+        return self._score(added, self.token_ids[:, 1:]).to(self.scores)
 
 
 def head_scores(head: nn.Module, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The logits `[B, K]` that a linear head, its bias left out, gives tokens `[B, K]` for `states` `[B, H]`.
+    """The logits `[..., P, K]` that a linear head, its bias left out, gives tokens `[..., K]` for `states`
+    `[..., P, H]`.
 
     Only an `nn.Linear` is described by its weight alone; a quantised, adapted or offloaded head is called as a whole.
     """
@@ -127,6 +148,7 @@ def head_scores(head: nn.Module, states: torch.Tensor, token_ids: torch.Tensor) 
     if type(head) is nn.Linear and weight.is_floating_point() and not weight.is_meta:
         # A target may have padded ids without a row here; their logit is -inf, whatever is added to it.
         rows = weight[token_ids.to(weight.device).clamp(max=len(weight) - 1)]
-        return torch.einsum("bkh,bh->bk", rows, states.to(rows))
+        return states.to(rows) @ rows.mT
     logits = head(states) - head(torch.zeros_like(states))
-    return logits.gather(-1, token_ids.to(logits.device).clamp(max=logits.shape[-1] - 1))
+    token_ids = token_ids.to(logits.device).clamp(max=logits.shape[-1] - 1)
+    return logits.gather(-1, token_ids[..., None, :].expand(*logits.shape[:-1], -1))

@@ -120,8 +120,9 @@ def test_a_head_that_is_more_than_its_weight_is_called_as_a_whole():
     torch.manual_seed(0)
     plain, adapted = torch.nn.Linear(8, 12, bias=False), Adapted(8, 12, bias=False)
     adapted.load_state_dict(plain.state_dict())
-    states, token_ids = torch.randn(3, 8), torch.randint(0, 14, (3, 5))  # two ids that the head has no row for
-    found, expected = head_scores(plain, states, token_ids), plain(states).gather(-1, token_ids.clamp(max=11))
+    states, token_ids = torch.randn(3, 2, 8), torch.randint(0, 14, (3, 5))  # two ids that the head has no row for
+    expected = plain(states).gather(-1, token_ids.clamp(max=11)[:, None].expand(-1, 2, -1))
+    found = head_scores(plain, states, token_ids)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(head_scores(adapted, states, token_ids), 2 * expected)
 

@@ -9,6 +9,7 @@ import torch
 from memorize import memorize
 
 from hf_dflow import UnsupportedGenerationError
+from hf_dflow.generation.drafting import Slots
 
 PROMPT_LENGTH, NEW_TOKENS, BLOCK = 9, 48, 6
 PARITY = 1e-4  # RMSNorm computes in float32, whose rounding depends on the shape; a wrong row is off by whole units
@@ -61,6 +62,35 @@ def test_greedy_text_is_the_targets(family, is_corrected):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     kit.assert_not_vacuous(output.statistics)
     assert max(output.statistics.per_step_drafted) == 12
+
+
+@pytest.mark.parametrize(
+    "head", [CORRECTION, {"selector_rank": 6, "selector_top_k": 5}], ids=["correction", "selector"]
+)
+@torch.no_grad()
+def test_a_tree_continues_each_node_by_the_law_behind_its_token(head):
+    """Bug: the table of all pairs of candidates is another slot's, or its axes change places."""
+    target = kit.shared_target()
+    drafter = kit.tiny_drafter(target, BLOCK, **head).double()
+    torch.manual_seed(0)
+    for weight in drafter.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    hidden = torch.randn(1, BLOCK - 1, drafter.config.hidden_size, dtype=torch.float64)
+    modules = (target.get_input_embeddings(), target.get_output_embeddings())
+    logits = drafter.compute_logits(hidden, modules[1])
+    candidates, anchor = drafter.candidates(hidden, logits, *modules), torch.tensor([7])
+    slots = Slots(logits, candidates, torch.tensor([True]), (BLOCK - 1,), hidden.device, anchor)
+    expand, behind = slots.expansion(), [int(anchor)]
+    laws = set()
+    for slot in range(BLOCK - 1):
+        for previous in behind:
+            law = candidates.logits(slot, torch.tensor([previous]), logits.shape[-1])[0].log_softmax(-1)
+            tokens, log_probs = expand(slot, previous)
+            torch.testing.assert_close(torch.tensor(log_probs).double(), law[tokens], atol=1e-6, rtol=1e-6)
+            assert log_probs == sorted(log_probs, reverse=True) and len(set(tokens)) == candidates.scores.shape[-1]
+            laws.add((slot, *tokens))
+        behind = candidates.token_ids[0, slot].tolist()
+    assert len(laws) > 2 * BLOCK, "the token before made no difference"
 
 
 @pytest.mark.parametrize("is_corrected", [False, True])

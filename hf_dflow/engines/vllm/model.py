@@ -162,7 +162,7 @@ class DFlowDraftModel(DFlashQwen3ForCausalLM):
         )
 
     def _scores(self, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """What the LM head gives tokens `(B, K)` for `states` `(B, H)`, from all ranks' rows of it."""
+        """What the LM head gives tokens `(B, K)` for `states` `(B, P, H)`, `(B, P, K)`, from all ranks' rows of it."""
         if get_tensor_model_parallel_world_size() == 1:
             head = nn.Linear(1, 1, bias=False)
             head.weight = self.lm_head.weight
@@ -171,7 +171,7 @@ class DFlowDraftModel(DFlashQwen3ForCausalLM):
         rows = token_ids - shard.org_vocab_start_index
         is_here = (rows >= 0) & (token_ids < shard.org_vocab_end_index)
         weight = self.lm_head.weight[rows.where(is_here, 0)]
-        scores = torch.einsum("bkh,bh->bk", weight, states.to(weight)) * is_here
+        scores = (states.to(weight) @ weight.mT) * is_here[:, None]
         return tensor_model_parallel_all_reduce(scores) * self.logits_processor.scale
 
 
