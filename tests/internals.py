@@ -138,6 +138,18 @@ def watch_drafting_rows(watch: Callable[[object, list[int]], None]) -> None:
     drafting.DraftSession.slots = watched
 
 
+def watch_chains(monkeypatch, watch: Callable[[Proposal], None]) -> None:
+    """`watch(proposal)` of each chain that is drafted."""
+    choose = drafting.DraftSession.choose
+
+    def watched(session, *args):
+        proposal = choose(session, *args)
+        watch(proposal)
+        return proposal
+
+    monkeypatch.setattr(drafting.DraftSession, "choose", watched)
+
+
 def corrupt_the_draft_law(monkeypatch) -> None:
     """Hand verification other logits than the drafts were drawn from."""
     choose = drafting.DraftSession.choose

@@ -70,6 +70,9 @@ class DFlowDraftModel(DFlashQwen3ForCausalLM):
         self.relay = DFlowRelay(config) if config.use_relay else None
         has_correction = config.correction_intermediate_size is not None
         self.causal_correction = CausalCorrection(config) if has_correction else None
+        self._taps: list[int] = self.config.dflash_config["target_layer_ids"]
+        self._last_layer = speculative.target_model_config.hf_text_config.num_hidden_layers - 1
+        self._final_norm: list[nn.Module] = []  # the target's; in a list, since it is no part of this model
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the draft layers as vLLM does, and relay and correction beside them.
@@ -103,6 +106,35 @@ class DFlowDraftModel(DFlashQwen3ForCausalLM):
         with torch.no_grad():
             for name, weight in expected.items():
                 weight.copy_(own[name])
+
+    def take_final_norm(self, target: nn.Module) -> None:
+        """Remember the target's final norm where the drafter reads the target's last layer.
+
+        What transformers returns as the states of that layer, and the drafter was trained with, carries the norm;
+        what vLLM hands to a drafter does not.
+
+        Raises:
+            [`EngineError`]: The target has none in the usual place.
+        """
+        if self._last_layer not in self._taps:
+            return
+        norm = getattr(getattr(target, "model", None), "norm", None)
+        if norm is None:
+            raise EngineError(
+                f"{self.draft_model_config.model} reads the target's last layer behind its final norm, and "
+                f"{type(target).__name__} has no 'model.norm'. Train a drafter with other target_layer_ids for vLLM."
+            )
+        self._final_norm[:] = [norm]
+
+    def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As vLLM's, which hands over the layers from the first to the last, and the last one without its norm."""
+        states = dict(zip(sorted(self._taps), hidden_states.chunk(len(self._taps), dim=-1), strict=True))
+        if self._last_layer in states:
+            (norm,) = self._final_norm
+            states[self._last_layer] = norm(states[self._last_layer].contiguous())
+        if self._last_layer in states or list(states) != self._taps:
+            hidden_states = torch.cat([states[layer] for layer in self._taps], dim=-1)
+        return super().combine_hidden_states(hidden_states)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """As vLLM's, but that the mask token is never drafted."""

@@ -1,4 +1,4 @@
-"""Where DFlow hooks into vLLM's V1 model runner: two methods of the proposer of DFlash drafters.
+"""Where DFlow hooks into vLLM's V1 model runner: three methods of the proposer of DFlash drafters.
 
 The hooks act where the drafter is a DFlow drafter; any other is drafted by vLLM's methods untouched.
 """
@@ -39,6 +39,18 @@ def install(model_class: type) -> None:
         ("self", "hidden_states", "sampling_metadata"),
         for_drafters(model_class, _sample_draft_tokens),
     )
+    hook(
+        DFlashProposer,
+        "_maybe_share_embeddings",
+        ("self", "target_language_model"),
+        for_drafters(model_class, _maybe_share_embeddings),
+    )
+
+
+def _maybe_share_embeddings(model, proposer, wrapped, args, kwargs):
+    """Called once, with the target: the drafter takes its final norm too."""
+    model.take_final_norm(*args, *kwargs.values())
+    return wrapped(*args, **kwargs)
 
 
 def _set_inputs_first_pass(model, proposer, wrapped, args, kwargs):
